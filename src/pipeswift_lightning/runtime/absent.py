@@ -1,0 +1,146 @@
+"""Absent values: what a stage cannot compute because its inputs live on another stage.
+
+Every stage runs the user's own step from its first line, so that masks, positions and noise are
+computed locally and never sent. What depends on a parameter or on a layer of another stage is
+*absent*: it has a shape and a dtype (a meta tensor), but no data. `AbsentMode` lets ordinary code
+run over a mixture of absent and present tensors.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+__all__ = ["AbsentMode", "AbsentValueError", "to_absent"]
+
+_DEVICE_GETTER = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
+_READS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__contains__,
+}
+
+
+class AbsentValueError(RuntimeError):
+    """The step needs the data of a value that another stage computes."""
+
+
+def to_absent(value: Any) -> Any:
+    """Return ``value`` with every tensor replaced by a meta tensor of its shape and dtype.
+
+    Example:
+        >>> to_absent({"x": torch.ones(2, 3)})["x"].is_meta
+        True
+    """
+    return tree_map_only(Tensor, _as_meta, value)
+
+
+def _as_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.detach().to("meta")
+
+
+class AbsentMode(TorchFunctionMode):
+    """Run torch functions whose arguments include absent tensors on the meta device.
+
+    Args:
+        device: The device that absent tensors claim to be on, so that ``x.device`` places new
+            tensors (positions, masks) on the real device.
+        absent_parameters: ``True`` to treat every parameter as absent; otherwise only those on
+            the meta device are.
+        on_parameter: Called with each parameter that takes part in an absent operation.
+        resolve: Maps ``id(tensor)`` of an absent tensor to the present one that has arrived for it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        absent_parameters: bool,
+        on_parameter: Callable[[nn.Parameter], None] | None = None,
+        resolve: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.device = device
+        self.absent_parameters = absent_parameters
+        self.on_parameter = on_parameter
+        self.resolve = resolve if resolve is not None else {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, on the meta device when an argument is absent."""
+        kwargs = kwargs or {}
+        if not self._any_absent(args, kwargs):
+            return func(*args, **kwargs)
+        if self.resolve:
+            args, kwargs = tree_map_only(Tensor, self._resolved, (args, kwargs))
+            if not self._any_absent(args, kwargs):
+                return func(*args, **kwargs)
+        if func == _DEVICE_GETTER:
+            return self.device
+        if func == _IS_META_GETTER:
+            return False
+        if self.on_parameter is not None:
+            tree_map_only(nn.Parameter, self._note, (args, kwargs))
+        return self._run_absent(func, args, kwargs)
+
+    def _run_absent(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if func in _MOVES:
+            return args[0]
+        if func in _READS:
+            msg = (
+                f"the step reads the value of an activation ({func.__name__}) that another stage "
+                "computes. Rule: outside its layers, the network may use the shapes of activations "
+                "but not their values. Remedy: move that code into a layer, or name the layers in "
+                "configure_pipeline()"
+            )
+            raise AbsentValueError(msg)
+        args, kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
+        args, kwargs = tree_map_only(torch.device, _meta_device, (args, kwargs))
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], "meta", *args[2:])
+        if isinstance(kwargs.get("device"), str | int):
+            kwargs = {**kwargs, "device": "meta"}
+        with torch.no_grad():
+            return func(*args, **kwargs)
+
+    def _any_absent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._is_absent(args) or (bool(kwargs) and self._is_absent(kwargs))
+
+    def _is_absent(self, value: Any) -> bool:
+        # Written out, since a pytree walk would cost several times the torch call itself.
+        if isinstance(value, Tensor):
+            return value.is_meta or (self.absent_parameters and isinstance(value, nn.Parameter))
+        if isinstance(value, list | tuple):
+            return any(map(self._is_absent, value))
+        if isinstance(value, dict):
+            return any(map(self._is_absent, value.values()))
+        return False
+
+    def _resolved(self, tensor: Tensor) -> Tensor:
+        return self.resolve.get(id(tensor), tensor) if tensor.is_meta else tensor
+
+    def _note(self, parameter: nn.Parameter) -> nn.Parameter:
+        assert self.on_parameter is not None  # noqa: S101 -- checked by the caller
+        self.on_parameter(parameter)
+        return parameter
+
+
+def _meta_device(_: torch.device) -> torch.device:
+    return torch.device("meta")

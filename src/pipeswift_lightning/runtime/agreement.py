@@ -1,0 +1,63 @@
+"""Make sure that all ranks are about to do the same thing, before any of them computes."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["DisagreementError", "require_agreement"]
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that must agree do not."""
+
+
+def require_agreement(
+    facts: Mapping[str, str], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Compare ``facts`` over the ranks of ``group``.
+
+    Costs one all-gather of 16 bytes; only a difference costs more.
+
+    Args:
+        facts: Named statements, such as the plan's digest and the batch's shapes.
+        group: The ranks to compare.
+        device: Where the group's backend expects tensors.
+
+    Raises:
+        DisagreementError: On every rank of the group, naming each differing fact and both sides.
+    """
+    text = "\x1f".join(f"{key}\x1e{value}" for key, value in facts.items())
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    if all(torch.equal(other, every[0]) for other in every[1:]):
+        return
+    _raise_difference(facts, group)
+
+
+def _raise_difference(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    everyone: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, dict(facts), group=group)
+    ranks = dist.get_process_group_ranks(group)
+    lines = []
+    for key in dict.fromkeys(k for side in everyone for k in side):
+        sides: dict[str, list[int]] = {}
+        for rank, side in zip(ranks, everyone, strict=True):
+            sides.setdefault(side.get(key, "(absent)"), []).append(rank)
+        if len(sides) > 1:
+            parts = "; ".join(
+                f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {v}" for v, r in sides.items()
+            )
+            lines.append(f"  {key}: {parts}")
+    msg = (
+        "the ranks of one pipeline are about to do different things:\n"
+        + "\n".join(lines)
+        + "\nRule: every rank of a pipeline draws the same batches and computes the same plan. "
+        "Remedy: seed everything that shuffles or augments (seed_everything(s, workers=True)), "
+        "use the same data, arguments and package versions on all ranks, and let no callback "
+        "consume random numbers on one rank only"
+    )
+    raise DisagreementError(msg)

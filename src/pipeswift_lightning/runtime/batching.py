@@ -1,0 +1,171 @@
+"""Split a collated batch into micro-batches, and describe batches so that ranks can compare them."""
+
+import dataclasses
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+__all__ = ["BatchError", "batch_checksum", "batch_signature", "describe_batch", "num_samples"]
+__all__ += ["split_batch"]
+
+_SAMPLED_BYTES = 1 << 20
+
+
+class BatchError(ValueError):
+    """A batch cannot be split into micro-batches."""
+
+
+def num_samples(batch: Any) -> int:
+    """Return the number of samples: the first dim of the batch's first tensor.
+
+    Raises:
+        BatchError: The batch holds no tensor with a dim.
+
+    Example:
+        >>> num_samples({"x": torch.zeros(3, 2), "y": torch.zeros(3)})
+        3
+    """
+    for leaf in _leaves(batch):
+        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
+            return int(leaf.shape[0])
+    msg = (
+        f"a batch of type {type(batch).__name__} holds no tensor with a sample dim. Rule: the "
+        "first dim of a batch's tensors counts its samples. Remedy: define "
+        "split_batch(batch, sizes) on your LightningModule"
+    )
+    raise BatchError(msg)
+
+
+def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Split ``batch`` along its sample dim into micro-batches of the given sizes.
+
+    Tensors and arrays whose first dim is the number of samples are split (as views), and so are
+    lists of that length that hold no tensors; everything else is given to each micro-batch whole.
+
+    Args:
+        batch: A tensor, or a nested structure (mappings, sequences, dataclasses) of tensors.
+        sizes: Samples in each micro-batch; they sum to the number of samples.
+
+    Raises:
+        BatchError: The sizes do not sum to the number of samples, or the batch holds an object
+            that this function does not know how to split.
+
+    Example:
+        >>> [x.tolist() for x in split_batch(torch.arange(5), [2, 3])]
+        [[0, 1], [2, 3, 4]]
+    """
+    if len(sizes) == 1:
+        return [batch]
+    total = num_samples(batch)
+    if sum(sizes) != total:
+        msg = f"micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total}"
+        raise BatchError(msg)
+    bounds = np.cumsum([0, *sizes]).tolist()
+    return [_slice(batch, a, b, total) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _slice(value: Any, start: int, stop: int, total: int) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return value[start:stop] if value.ndim > 0 and value.shape[0] == total else value
+    if value is None or isinstance(value, str | bytes | bool | int | float | complex):
+        return value
+    if isinstance(value, Mapping):
+        return _like(value, {k: _slice(v, start, stop, total) for k, v in value.items()})
+    if isinstance(value, list | tuple):
+        if type(value) is list and len(value) == total and not _has_tensor(value):
+            return value[start:stop]
+        parts = [_slice(v, start, stop, total) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(
+            value, **{k: _slice(v, start, stop, total) for k, v in fields.items()}
+        )
+    msg = (
+        f"cannot split a batch that holds a {type(value).__name__}. Rule: batches are nested "
+        "mappings, sequences or dataclasses of tensors. Remedy: define "
+        "split_batch(batch, sizes) on your LightningModule, returning one batch a size"
+    )
+    raise BatchError(msg)
+
+
+def _like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    return items if type(original) is dict else type(original)(items)  # type: ignore[call-arg]
+
+
+def _has_tensor(value: Any) -> bool:
+    return any(isinstance(x, Tensor | np.ndarray) for x in _leaves(value))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for v in value.values() for leaf in _leaves(v)]
+    if isinstance(value, list | tuple):
+        return [leaf for v in value for leaf in _leaves(v)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [leaf for f in dataclasses.fields(value) for leaf in _leaves(getattr(value, f.name))]
+    return [value]
+
+
+def batch_signature(batch: Any) -> Hashable:
+    """Return what determines the shapes of activations: the structure, shapes and dtypes.
+
+    Example:
+        >>> batch_signature(torch.zeros(2, 3)) == batch_signature(torch.ones(2, 3))
+        True
+    """
+    leaves, spec = tree_flatten(batch)
+    return str(spec), tuple(_leaf_signature(leaf) for leaf in leaves)
+
+
+def _leaf_signature(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor | np.ndarray):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return type(leaf).__name__
+
+
+def describe_batch(batch: Any) -> str:
+    """Say in words what a batch holds, for errors that compare two ranks.
+
+    Example:
+        >>> describe_batch({"x": torch.zeros(2, 3)})
+        "{'x': float32[2, 3]}"
+    """
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{k!r}: {describe_batch(v)}" for k, v in batch.items()) + "}"
+    if isinstance(batch, list | tuple) and len(batch) <= 16:
+        return "(" + ", ".join(map(describe_batch, batch)) + ")"
+    if isinstance(batch, Tensor | np.ndarray):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    return type(batch).__name__
+
+
+def batch_checksum(batch: Any) -> int:
+    """Return a checksum of the batch's tensors, to tell whether two ranks drew the same samples.
+
+    Costs at most a megabyte of CRC a tensor: larger tensors are sampled at equal strides.
+
+    Example:
+        >>> batch_checksum(torch.zeros(3)) == batch_checksum(torch.ones(3))
+        False
+    """
+    total = 0
+    for leaf in _leaves(batch):
+        if isinstance(leaf, np.ndarray):
+            total = zlib.crc32(np.ascontiguousarray(leaf).tobytes(), total)
+        elif isinstance(leaf, Tensor) and leaf.numel() and not leaf.is_meta:
+            total = zlib.crc32(_sample(leaf), total)
+    return total
+
+
+def _sample(tensor: Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    step = max(1, flat.numel() * flat.element_size() // _SAMPLED_BYTES)
+    return flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+

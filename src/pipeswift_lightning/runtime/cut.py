@@ -1,0 +1,372 @@
+"""Cut the user's step at layer boundaries, without an edit to its code.
+
+Each stage runs the step from its first line. The layers of other stages do not run: those before
+the stage return absent values (see `absent`), and the call of the first layer after the stage ends
+the run and yields the values that cross the cut. The last stage runs on into the user's loss. So
+a stage executes its own layers and the code between them, and each mask or position that depends
+on the batch alone is computed where it is used.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
+from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone
+from pipeswift_lightning.runtime.trace import StepTrace
+
+__all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
+
+
+class CutError(RuntimeError):
+    """The step does not call its layers in a way that can be cut into stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The run reached the next stage's first layer; ``values`` cross the cut."""
+
+    values: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The run reached the end of the step; ``output`` is what the step returned."""
+
+    output: Any
+
+
+class _ReachedBoundaryError(BaseException):
+    """Ends a run at a cut. Not an ``Exception``, so that user code does not catch it."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state of one pass of the step over layers ``first`` to ``last - 1``."""
+
+    trace: StepTrace | None
+    first: int
+    last: int
+    present: dict[int, Tensor]
+    reseed: Callable[[int, bool], None]
+    mode: AbsentMode | None
+    keep: frozenset[int]
+    position: int = 0
+    network_calls: int = 0
+    boundary: tuple[Tensor, ...] = ()
+    resolve: dict[int, Tensor] = field(default_factory=dict)
+
+
+class LayerCut:
+    """Intercepts the layers of a network, and the network's own call.
+
+    Args:
+        network: The module whose call is pipelined.
+        layers: Its layers, as they are registered (the call order is discovered).
+        network_name: How errors name the network, for instance ``"self.model"``.
+        device: The device of this rank's stage.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        layers: Sequence[nn.Module],
+        *,
+        network_name: str,
+        device: torch.device,
+    ) -> None:
+        self.network = network
+        self.layers = tuple(layers)
+        self.network_name = network_name
+        self.device = device
+        self._run: _Run | None = None
+        self._discovery: Discovery | None = None
+        self._templates: dict[tuple[Any, ...], Any] = {}
+        self._originals: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    def install(self) -> None:
+        """Put the interception in place; `remove` takes it away."""
+        for index, layer in enumerate(self.layers):
+            self._intercept(layer, partial(self._call_layer, index))
+        if all(layer is not self.network for layer in self.layers):
+            self._intercept(self.network, self._call_network)
+
+    def remove(self) -> None:
+        """Give the modules their own ``forward`` back."""
+        for module, forward in reversed(self._originals):
+            if forward == getattr(type(module), "forward", None):
+                continue
+            module.__dict__.pop("forward", None)
+            if getattr(module, "forward", None) != forward:
+                module.forward = forward
+        self._originals.clear()
+
+    def _intercept(self, module: nn.Module, handler: Callable[..., Any]) -> None:
+        original = module.forward
+        self._originals.append((module, original))
+        module.forward = partial(handler, original)
+
+    # -- discovery ----------------------------------------------------------------------------
+
+    def discover(self, step: Callable[[], Any], *, step_name: str) -> StepTrace:
+        """Run ``step`` once on absent values, and return the order and flow of its layers.
+
+        Nothing is computed and no rank is needed: every rank finds the same trace by itself.
+
+        Raises:
+            CutError: The step calls no layer, or one of them twice.
+        """
+        discovery = Discovery(self.device)
+        self._discovery = discovery
+        try:
+            with discovery.mode:
+                step()
+        except DiscoveryDone:
+            pass
+        finally:
+            self._discovery = None
+        if not discovery.order:
+            msg = (
+                f"{step_name} did not call {self.network_name} (nor any of its "
+                f"{len(self.layers)} layers). Rule: the pipelined network is called exactly once "
+                f"in each step. Remedy: call it, or name the network that {step_name} does call: "
+                'PipeSwiftStrategy(network="...")'
+            )
+            raise CutError(msg)
+        return discovery.trace()
+
+    # -- running ------------------------------------------------------------------------------
+
+    def run(
+        self,
+        step: Callable[[], Any],
+        *,
+        step_name: str,
+        trace: StepTrace | None,
+        first: int,
+        last: int,
+        received: Sequence[Tensor],
+        reseed: Callable[[int, bool], None],
+    ) -> Boundary | Completed:
+        """Run ``step`` over the layers ``first <= i < last`` (in call order).
+
+        Args:
+            step: The user's step with its arguments bound.
+            step_name: How errors name the step.
+            trace: What `discover` found; ``None`` only where one stage holds every layer.
+            first: First layer of the stage.
+            last: First layer of the next stage; the number of layers on the last stage.
+            received: The values ``trace.carried(first)``.
+            reseed: Called with (index, is_layer) before each layer and each gap of code.
+
+        Raises:
+            CutError: The network is called twice or not at all, or layers out of order.
+        """
+        num_layers = trace.num_layers if trace is not None else len(self.layers)
+        present: dict[int, Tensor] = {}
+        keep: frozenset[int] = frozenset()
+        if trace is not None:
+            present = dict(zip(trace.carried(first), received, strict=True))
+            keep = frozenset(trace.carried(last))
+        mode = AbsentMode(self.device, absent_parameters=True) if first > 0 else None
+        run = _Run(trace, first, last, present, reseed, mode, keep)
+        self._run = run
+        try:
+            reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
+            with _entered(mode):
+                output = step()
+        except _ReachedBoundaryError:
+            return Boundary(run.boundary)
+        finally:
+            self._run = None
+        self._check_complete(run, step_name, num_layers, last)
+        return Completed(output)
+
+    def _check_complete(self, run: _Run, step_name: str, num_layers: int, last: int) -> None:
+        whole = run.trace is None
+        if run.position == 0 or (not whole and run.position < num_layers):
+            msg = (
+                f"{step_name} called {run.position} of the {num_layers} layers of "
+                f"{self.network_name}. Rule: each step calls the network exactly once. Remedy: "
+                "call it in every step, whatever the batch"
+            )
+            raise CutError(msg)
+        if last < num_layers:
+            msg = f"{step_name} ended before layer {last}, where the next stage begins"
+            raise CutError(msg)
+
+    def _call_network(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._discovery is not None:
+            output = original(*args, **kwargs)
+            if self._discovery.order:
+                raise DiscoveryDone
+            return output
+        run = self._run
+        if run is not None:
+            run.network_calls += 1
+            if run.network_calls > 1:
+                msg = (
+                    f"{self.network_name} is called twice in one step. Rule: capture-and-inject "
+                    "pipelines a network that each step calls exactly once. Remedy: call it once "
+                    "on the concatenated inputs"
+                )
+                raise CutError(msg)
+        return original(*args, **kwargs)
+
+    def _call_layer(
+        self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._discovery is not None:
+            return self._discovery.call_layer(index, original, args, kwargs)
+        run = self._run
+        if run is None:
+            return self._call_outside(index, original, args, kwargs)
+        position = run.position
+        if run.trace is not None:
+            self._check_order(run, index, position)
+        run.position += 1
+        if position < run.first:
+            return self._skip(run, index, original, args, kwargs)
+        leaves, spec = self._bind_arguments(run, position, args, kwargs)
+        if position == run.last:
+            run.boundary = tuple(run.present[v] for v in _carried(run))
+            raise _ReachedBoundaryError
+        args, kwargs = tree_unflatten(leaves, spec) if spec is not None else (args, kwargs)
+        return self._run_local(run, position, original, args, kwargs)
+
+    def _call_outside(
+        self, index: int, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if any(p.is_meta for p in self.layers[index].parameters()):
+            msg = (
+                f"layer {index} of {self.network_name} is called outside a step, and its "
+                "parameters live on another stage. Rule: while the strategy is set up, the "
+                "network runs inside training, validation, test and predict steps only. Remedy: "
+                "call it in one of those steps, or after the Trainer has finished"
+            )
+            raise CutError(msg)
+        return original(*args, **kwargs)
+
+    def _check_order(self, run: _Run, index: int, position: int) -> None:
+        order = run.trace.order if run.trace is not None else ()
+        if position < len(order) and order[position] == index:
+            return
+        seen = order.index(index) < position if index in order else False
+        what = "a second time" if seen else "out of order"
+        msg = (
+            f"layer {index} of {self.network_name} is called {what} (call {position} of this "
+            f"step; its first step called layers in the order {order}). Rule: every step calls "
+            f"{self.network_name} exactly once, and its layers in one order. Remedy: make the "
+            "order independent of the batch, or return coarser layers from configure_pipeline()"
+        )
+        raise CutError(msg)
+
+    def _skip(
+        self, run: _Run, index: int, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        assert run.trace is not None  # noqa: S101 -- only a traced run has a first layer > 0
+        position = run.position - 1
+        leaves, _ = tree_flatten((args, kwargs))
+        self._remember(run, leaves, run.trace.inputs[position])
+        shapes = (tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves)
+        key = (index, self.layers[index].training, *shapes)
+        template = self._templates.get(key)
+        if template is None:
+            template = _absent_output(original, args, kwargs)
+            self._templates[key] = template
+        self._remember(run, tree_flatten(template)[0], run.trace.outputs[position])
+        return template
+
+    @staticmethod
+    def _remember(run: _Run, leaves: list[Any], pairs: tuple[tuple[int, int], ...]) -> None:
+        for leaf, value in pairs:
+            if value in run.present and isinstance(leaves[leaf], Tensor):
+                run.resolve[id(leaves[leaf])] = run.present[value]
+
+    def _bind_arguments(
+        self, run: _Run, position: int, args: Any, kwargs: Any
+    ) -> tuple[list[Any], Any]:
+        """Put the values that have arrived in the place of absent arguments."""
+        if run.trace is None:
+            return [], None
+        leaves, spec = tree_flatten((args, kwargs))
+        if position == run.first:
+            self._remember(run, leaves, run.trace.inputs[position])
+            if run.mode is not None:
+                run.mode.absent_parameters = False
+                run.mode.resolve = run.resolve
+        for leaf, value in run.trace.inputs[position]:
+            if value in run.present:
+                leaves[leaf] = run.present[value]
+            elif value in run.keep:
+                run.present[value] = leaves[leaf]
+        for i, leaf_value in enumerate(leaves):
+            if isinstance(leaf_value, Tensor) and leaf_value.is_meta:
+                self._raise_absent(position, i)
+        return leaves, spec
+
+    def _raise_absent(self, position: int, leaf: int) -> None:
+        msg = (
+            f"layer {position} of {self.network_name} takes a value (argument {leaf}) that an "
+            "earlier stage computes and no layer before it takes or returns. Rule: what crosses a "
+            "cut is an argument or an output of a layer. Remedy: pass it through the layers, or "
+            "return other layers from configure_pipeline()"
+        )
+        raise CutError(msg)
+
+    def _run_local(
+        self, run: _Run, position: int, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        run.reseed(position, True)  # noqa: FBT003 -- a layer
+        with _left(run.mode):
+            output = original(*args, **kwargs)
+        run.reseed(position + 1, False)  # noqa: FBT003 -- a gap
+        if run.trace is not None and run.keep:
+            leaves = tree_flatten(output)[0]
+            for leaf, value in run.trace.outputs[position]:
+                if value in run.keep:
+                    run.present[value] = leaves[leaf]
+        return output
+
+
+def _carried(run: _Run) -> tuple[int, ...]:
+    return run.trace.carried(run.last) if run.trace is not None else ()
+
+
+def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return the absent output of a layer that lives on another stage."""
+    try:
+        return to_absent(original(*to_absent(args), **to_absent(kwargs)))
+    except (RuntimeError, NotImplementedError):
+        # Some layers cannot run without data (routing, data-dependent shapes). Blocks keep the
+        # shape of their first tensor, and only the shape can matter here.
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        return torch.empty_like(tensors[0], device="meta")
+
+
+@contextmanager
+def _entered(mode: AbsentMode | None) -> Iterator[None]:
+    if mode is None:
+        yield
+        return
+    with mode:
+        yield
+
+
+@contextmanager
+def _left(mode: AbsentMode | None) -> Iterator[None]:
+    """Leave ``mode`` while a layer of this stage runs: nothing in it can be absent."""
+    if mode is None:
+        yield
+        return
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()

@@ -1,0 +1,172 @@
+"""One pass of the step over absent values: which layers, in which order, fed by what."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
+from pipeswift_lightning.runtime.trace import StepTrace, Value
+
+__all__ = ["Discovery", "DiscoveryDone", "LayerCalledTwiceError"]
+
+
+class DiscoveryDone(BaseException):  # noqa: N818 -- a signal, not an error
+    """Ends discovery once the network has returned, before the user's loss and metrics run."""
+
+
+class LayerCalledTwiceError(RuntimeError):
+    """A layer takes part in the step more than once."""
+
+
+class _TracingMode(AbsentMode):
+    """An `AbsentMode` that tells the discovery which absent values meet in which gap."""
+
+    def __init__(self, device: torch.device, discovery: "Discovery") -> None:
+        super().__init__(device, absent_parameters=True, on_parameter=discovery.note_parameter)
+        self._discovery = discovery
+
+    def _run_absent(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._discovery.note_use(args, kwargs)
+        result = super()._run_absent(func, args, kwargs)
+        self._discovery.note_created(result)
+        return result
+
+
+class Discovery:
+    """Collects a `StepTrace` while the step runs under its ``mode``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mode = _TracingMode(device, self)
+        self.order: list[int] = []
+        self._gap = 0
+        self._inside_layer = False
+        self._alive: list[Any] = []  # ids stay unique only while the tensors live
+        self._created: dict[int, int] = {}
+        self._value_of: dict[int, int] = {}
+        self._created_in: list[int] = []
+        self._named_at: list[int] = []
+        self._last_use: list[int] = []
+        self._inputs: list[tuple[tuple[int, int], ...]] = []
+        self._outputs: list[tuple[tuple[int, int], ...]] = []
+        self._parameter_gaps: defaultdict[int, set[int]] = defaultdict(set)
+        self._unnamed_uses: list[tuple[int, int]] = []
+
+    # -- told by the mode ---------------------------------------------------------------------
+
+    def note_parameter(self, parameter: nn.Parameter) -> None:
+        """A parameter takes part in code outside the layers."""
+        if not self._inside_layer:
+            self._parameter_gaps[id(parameter)].add(self._gap)
+
+    def note_use(self, args: Any, kwargs: Any) -> None:
+        """Code outside the layers uses absent values."""
+        if self._inside_layer:
+            return
+        for leaf in tree_flatten((args, kwargs))[0]:
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                self._use(leaf, self._gap - 1)
+
+    def note_created(self, result: Any) -> None:
+        """Code outside the layers made absent values."""
+        if self._inside_layer:
+            return
+        for leaf in tree_flatten(result)[0]:
+            if isinstance(leaf, Tensor) and id(leaf) not in self._created:
+                self._alive.append(leaf)
+                self._created[id(leaf)] = self._gap
+
+    def _use(self, leaf: Tensor, layer: int) -> None:
+        value = self._value_of.get(id(leaf))
+        if value is not None:
+            self._last_use[value] = max(self._last_use[value], layer)
+        elif id(leaf) in self._created and self._created[id(leaf)] <= layer:
+            self._unnamed_uses.append((self._created[id(leaf)], layer))
+
+    # -- told by the cut ----------------------------------------------------------------------
+
+    def call_layer(
+        self, index: int, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Record the call of layer ``index`` and return its absent output."""
+        if index in self.order:
+            msg = (
+                f"layer {index} is called twice in one step (calls {self.order.index(index)} and "
+                f"{len(self.order)}). Rule: each layer of the network runs once in a step, on one "
+                "stage; that also means that the network is called once. Remedy: call the network "
+                "once on the concatenated inputs, or give the repeated layer its own copy"
+            )
+            raise LayerCalledTwiceError(msg)
+        position = len(self.order)
+        self.order.append(index)
+        leaves = tree_flatten((args, kwargs))[0]
+        self._inputs.append(
+            tuple(
+                (i, self._name(leaf, position))
+                for i, leaf in enumerate(leaves)
+                if isinstance(leaf, Tensor) and (leaf.is_meta or isinstance(leaf, nn.Parameter))
+            )
+        )
+        output = self._absent_output(original, args, kwargs, leaves)
+        self._gap = position + 1
+        self._outputs.append(
+            tuple(
+                (i, self._name(leaf, position + 1, is_output=True))
+                for i, leaf in enumerate(tree_flatten(output)[0])
+                if isinstance(leaf, Tensor) and leaf.is_meta
+            )
+        )
+        return output
+
+    def _absent_output(
+        self, original: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
+    ) -> Any:
+        self._inside_layer = True
+        try:
+            return to_absent(original(*to_absent(args), **to_absent(kwargs)))
+        except (RuntimeError, NotImplementedError):
+            # A layer that cannot run without data; blocks keep their first tensor's shape.
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return torch.empty_like(tensors[0], device="meta")
+        finally:
+            self._inside_layer = False
+
+    def _name(self, leaf: Tensor, boundary: int, *, is_output: bool = False) -> int:
+        value = self._value_of.get(id(leaf))
+        if value is None:
+            value = len(self._created_in)
+            self._alive.append(leaf)
+            self._value_of[id(leaf)] = value
+            created = boundary if is_output else self._created.get(id(leaf), self._gap)
+            if isinstance(leaf, nn.Parameter):
+                self._parameter_gaps[id(leaf)].add(self._gap)
+            self._created_in.append(created)
+            self._named_at.append(boundary)
+            self._last_use.append(-1)
+            self._unnamed_uses.append((created, boundary - 1))
+        if not is_output:
+            self._last_use[value] = max(self._last_use[value], boundary)
+        return value
+
+    def trace(self) -> StepTrace:
+        """Return what was seen."""
+        unnameable: dict[int, str] = {}
+        for created, last in self._unnamed_uses:
+            for boundary in range(max(created, 1), last + 1):
+                unnameable[boundary] = (
+                    f"a value computed before layer {boundary} is used after it without passing "
+                    "through the layers in between"
+                )
+        return StepTrace(
+            order=tuple(self.order),
+            values=tuple(map(Value, self._created_in, self._named_at, self._last_use)),
+            inputs=tuple(self._inputs),
+            outputs=tuple(self._outputs),
+            parameter_gaps={k: frozenset(v) for k, v in self._parameter_gaps.items()},
+            unnameable=unnameable,
+        )

@@ -1,0 +1,292 @@
+"""Walk one rank's row of instructions."""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol, assert_never
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten
+
+from pipeswift_lightning.plan.instructions import (
+    Backward,
+    Forward,
+    Free,
+    Instruction,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+)
+from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending
+from pipeswift_lightning.runtime.recorder import Recorder
+from pipeswift_lightning.runtime.watchdog import Progress
+
+__all__ = ["CommunicationError", "Executor", "StageProgram"]
+
+_MAX_SENDS = 8
+
+
+class CommunicationError(RuntimeError):
+    """A transfer failed; ``peer`` is the pipeline position at its other end."""
+
+    def __init__(self, message: str, peer: int) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class StageProgram(Protocol):
+    """What a stage computes; the executor decides when."""
+
+    def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
+        """Run the stage on one micro-batch.
+
+        Args:
+            stage: The stage.
+            micro_batch: The micro-batch's id.
+            received: What the stage before sent (``None`` on the first stage).
+
+        Returns:
+            The structure of tensors for the next stage; on the last stage a scalar loss to
+            differentiate, or ``None``.
+        """
+        ...
+
+    def backward(self, micro_batch: int, loss: Tensor) -> None:
+        """Differentiate the loss of one micro-batch (on the last stage)."""
+        ...
+
+    def signature(self, micro_batch: int) -> Hashable:
+        """Return what determines the shapes of the micro-batch's activations."""
+        ...
+
+
+@dataclass(slots=True)
+class _Saved:
+    """What a stage holds for one micro-batch between its forward and its backward."""
+
+    inputs: list[Tensor]
+    output: Any
+    loss: Tensor | None = None
+    edges: list[GradientEdge] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    sent: InFlight | None = None
+
+
+class Executor:
+    """Runs a row over a channel.
+
+    Args:
+        channel: Moves activations and gradients.
+        stage_positions: The pipeline position (rank within the pipeline) of each stage.
+        progress: Where the watchdog reads what this rank is doing.
+        recorder: Where events go; ``None`` records nothing.
+        after_last_backward: Called when the row's last backward has run, while the sends and the
+            cool-down of other stages go on: the place to start reducing gradients.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        stage_positions: Sequence[int],
+        *,
+        progress: Progress | None = None,
+        recorder: Recorder | None = None,
+        after_last_backward: Callable[[], None] | None = None,
+    ) -> None:
+        self._channel = channel
+        self._positions = tuple(stage_positions)
+        self._last_stage = len(self._positions) - 1
+        self._progress = progress if progress is not None else Progress()
+        self._recorder = recorder
+        self._after_last_backward = after_last_backward
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._pending: dict[tuple[int, int, bool], Pending] = {}
+        self._sends: deque[tuple[int, InFlight]] = deque()
+
+    def run(self, row: Sequence[Instruction], program: StageProgram, *, training: bool) -> None:
+        """Execute ``row``; returns when every message of this rank has left.
+
+        Raises:
+            CommunicationError: A transfer failed, most often since the peer has gone.
+            Exception: Whatever the program raises, with a note that says where.
+        """
+        self._channel.begin()
+        backwards = sum(isinstance(instruction, Backward) for instruction in row)
+        try:
+            for instruction in row:
+                self._step(instruction, program, training=training)
+                if isinstance(instruction, Backward):
+                    backwards -= 1
+                    if not backwards and self._after_last_backward is not None:
+                        self._after_last_backward()
+            while self._sends:
+                self._reap()
+        finally:
+            self._saved.clear()
+            self._pending.clear()
+            self._sends.clear()
+            self._progress.doing = "between steps"
+            self._progress.waiting_for = None
+
+    def _step(self, instruction: Instruction, program: StageProgram, *, training: bool) -> None:
+        stage, micro_batch = instruction.stage, instruction.micro_batch
+        match instruction:
+            case Forward():
+                self._forward(stage, micro_batch, program, training=training)
+            case Backward():
+                self._backward(stage, micro_batch, program)
+            case SendActivation():
+                self._send_activation(stage, micro_batch, program, training=training)
+            case SendGradient():
+                self._send_gradient(stage, micro_batch)
+            case ReceiveActivation():
+                self._post(stage, micro_batch, stage - 1, program, training=training)
+            case ReceiveGradient():
+                self._post(stage, micro_batch, stage + 1, program, training=training)
+            case Free():
+                saved = self._saved.pop((stage, micro_batch), None)
+                if saved is not None and saved.sent is not None:
+                    self._keep_send(stage + 1, saved.sent)
+            case _:
+                assert_never(instruction)
+
+    # -- compute ------------------------------------------------------------------------------
+
+    def _forward(
+        self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
+    ) -> None:
+        received = None
+        if stage > 0:
+            received = self._wait(stage, micro_batch, is_gradient=False)
+        self._mark("Forward", stage, micro_batch)
+        start = perf_counter()
+        inputs = _differentiable(received) if training and received is not None else []
+        try:
+            with torch.set_grad_enabled(training):
+                output = program.forward(stage, micro_batch, received)
+        except Exception as error:
+            _note(error, "Forward", stage, micro_batch)
+            raise
+        self._record(EventKind.FORWARD, stage, micro_batch, start)
+        saved = _Saved(inputs, output)
+        if stage == self._last_stage:
+            saved.loss = output
+            saved.output = None
+        self._saved[stage, micro_batch] = saved
+
+    def _backward(self, stage: int, micro_batch: int, program: StageProgram) -> None:
+        saved = self._saved[stage, micro_batch]
+        gradients: list[Tensor] = []
+        if stage != self._last_stage:
+            gradients = self._wait(stage, micro_batch, is_gradient=True)
+        self._mark("Backward", stage, micro_batch)
+        start = perf_counter()
+        try:
+            if stage == self._last_stage:
+                if saved.loss is not None:
+                    program.backward(micro_batch, saved.loss)
+            elif saved.edges:
+                torch.autograd.backward(saved.edges, gradients)  # type: ignore[arg-type]
+        except Exception as error:
+            _note(error, "Backward", stage, micro_batch)
+            raise
+        for tensor in saved.inputs:
+            gradient = tensor.grad
+            saved.gradients.append(torch.zeros_like(tensor) if gradient is None else gradient)
+            tensor.grad = None
+        saved.loss = None
+        saved.edges = []
+        self._record(EventKind.BACKWARD, stage, micro_batch, start)
+
+    # -- communication ------------------------------------------------------------------------
+
+    def _send_activation(
+        self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
+    ) -> None:
+        saved = self._saved[stage, micro_batch]
+        key = (stage, training, program.signature(micro_batch))
+        self._mark("sending the activation", stage, micro_batch)
+        saved.sent = self._channel.send_activation(self._positions[stage + 1], key, saved.output)
+        if training:
+            # The graph needs no output data, only the edges into it.
+            saved.edges = [
+                get_gradient_edge(tensor)
+                for tensor in tree_flatten(saved.output)[0]
+                if isinstance(tensor, Tensor) and tensor.requires_grad
+            ]
+        saved.output = None
+
+    def _send_gradient(self, stage: int, micro_batch: int) -> None:
+        saved = self._saved[stage, micro_batch]
+        self._mark("sending the gradient", stage, micro_batch)
+        flight = self._channel.send_gradient(self._positions[stage - 1], saved.gradients)
+        saved.gradients = []
+        self._keep_send(stage - 1, flight)
+
+    def _post(
+        self, stage: int, micro_batch: int, peer: int, program: StageProgram, *, training: bool
+    ) -> None:
+        is_gradient = peer > stage
+        key = (min(stage, peer), training, program.signature(micro_batch))
+        self._pending[stage, micro_batch, is_gradient] = self._channel.post(
+            self._positions[peer], key, is_gradient=is_gradient
+        )
+
+    def _wait(self, stage: int, micro_batch: int, *, is_gradient: bool) -> Any:
+        pending = self._pending.pop((stage, micro_batch, is_gradient))
+        what = "gradient" if is_gradient else "activation"
+        self._mark(f"waiting for the {what}", stage, micro_batch, pending.source)
+        start = perf_counter()
+        try:
+            value = self._channel.wait(pending)
+        except (RuntimeError, TimeoutError) as error:
+            msg = (
+                f"stage {stage}, micro-batch {micro_batch}: waiting for the {what} from position "
+                f"{pending.source} failed: {error}"
+            )
+            raise CommunicationError(msg, pending.source) from error
+        self._record(EventKind.RECEIVE_WAIT, stage, micro_batch, start)
+        return value
+
+    def _keep_send(self, peer_stage: int, flight: InFlight) -> None:
+        """Hold a message until it has left, with a bound on how many are held."""
+        self._sends.append((self._positions[peer_stage], flight))
+        if len(self._sends) > _MAX_SENDS:
+            self._reap()
+
+    def _reap(self) -> None:
+        peer, flight = self._sends.popleft()
+        try:
+            flight.wait()
+        except RuntimeError as error:
+            msg = f"sending to position {peer} failed: {error}"
+            raise CommunicationError(msg, peer) from error
+
+    # -- observing ----------------------------------------------------------------------------
+
+    def _mark(self, doing: str, stage: int, micro_batch: int, peer: int | None = None) -> None:
+        progress = self._progress
+        progress.stage = stage
+        progress.micro_batch = micro_batch
+        progress.doing = doing
+        progress.waiting_for = peer
+
+    def _record(self, kind: EventKind, stage: int, micro_batch: int, start_s: float) -> None:
+        if self._recorder is not None:
+            self._recorder.add(kind, stage, micro_batch, start_s, perf_counter())
+
+
+def _differentiable(received: Any) -> list[Tensor]:
+    """Return the received tensors whose gradient goes back; they have been marked by the sender."""
+    return [
+        x for x in tree_flatten(received)[0] if isinstance(x, Tensor) and x.requires_grad
+    ]
+
+
+def _note(error: Exception, what: str, stage: int, micro_batch: int) -> None:
+    error.add_note(f"pipeswift: in {what} of micro-batch {micro_batch} on stage {stage}")

@@ -1,0 +1,110 @@
+"""Reduce gradients: over the stages that share a parameter, and over the replicas."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["broadcast_tensors", "reduce_gradients"]
+
+_BUCKET_BYTES = 25 << 20
+
+
+def reduce_gradients(
+    own: Sequence[nn.Parameter],
+    shared: Mapping[dist.ProcessGroup, Sequence[nn.Parameter]],
+    replicas: dist.ProcessGroup | None,
+) -> None:
+    """Sum shared parameters' gradients over their stages, then average all over the replicas.
+
+    The averaging of parameters that only this stage owns starts first and runs while the shared
+    ones are summed, and while earlier stages are still in their cool-down: no stage waits for
+    another here, except for shared parameters.
+
+    Args:
+        own: Parameters that this stage alone owns.
+        shared: Parameters with several owners, by the group of their owners.
+        replicas: The ranks that hold the same stage; ``None`` without data parallelism.
+
+    A parameter that has no gradient on any rank of a reduction keeps ``None``, as on one device.
+    """
+    flights = [_Bucket(b, replicas, average=True) for b in _buckets(own)] if replicas else []
+    for group, parameters in shared.items():
+        for bucket in [_Bucket(b, group, average=False) for b in _buckets(parameters)]:
+            bucket.finish()
+    if replicas is not None:
+        every = [p for parameters in shared.values() for p in parameters]
+        flights += [_Bucket(b, replicas, average=True) for b in _buckets(every)]
+    for flight in flights:
+        flight.finish()
+
+
+class _Bucket:
+    """Gradients of one dtype in one flat buffer, with a flag each for 'has a gradient'."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, *, average: bool
+    ) -> None:
+        self._parameters = parameters
+        parts = [
+            torch.zeros_like(p).reshape(-1) if p.grad is None else p.grad.reshape(-1)
+            for p in parameters
+        ]
+        flags = [float(p.grad is not None) for p in parameters]
+        self._flat = torch.cat([*parts, parts[0].new_tensor(flags)])
+        if average:
+            self._flat[: -len(flags)] /= dist.get_world_size(group)
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait, and put the results back."""
+        if self._work is not None:
+            self._work.wait()
+        sizes = [p.numel() for p in self._parameters]
+        *parts, flags = self._flat.split([*sizes, len(sizes)])
+        missing = any(p.grad is None for p in self._parameters)
+        used = flags.tolist() if missing else [1.0] * len(sizes)
+        for parameter, part, flag in zip(self._parameters, parts, used, strict=True):
+            if flag and parameter.grad is None:
+                parameter.grad = part.view_as(parameter).clone()
+            elif flag and parameter.grad is not None:
+                parameter.grad.copy_(part.view_as(parameter))
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Group by dtype, up to 25 MB each, in the order given (the same on every rank)."""
+    by_dtype: defaultdict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_dtype[parameter.dtype].append(parameter)
+    for group in by_dtype.values():
+        yield from _chunks(group)
+
+
+def _chunks(tensors: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    chunk: list[nn.Parameter] = []
+    size = 0
+    for tensor in tensors:
+        chunk.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+        if size >= _BUCKET_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Copy the tensors of global rank ``source`` into those of the other ranks of ``group``."""
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        staged = tensor.detach().to(device).contiguous()
+        dist.broadcast(staged, src=source, group=group)
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.copy_(staged)

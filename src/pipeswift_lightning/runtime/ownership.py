@@ -1,0 +1,179 @@
+"""Which stages own which parameters and buffers; give up the rest, and bring it back at the end."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.runtime.gradients import broadcast_tensors
+from pipeswift_lightning.runtime.mesh import MeshGroups
+from pipeswift_lightning.runtime.trace import StepTrace
+
+__all__ = ["LocalShare", "Owners", "ParameterTable", "find_owners"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTable:
+    """The parameters of a module by object, so that tied weights are one entry.
+
+    Attributes:
+        names: Canonical name (the first) of each parameter, by ``id``.
+        aliases: Every name of each parameter, by canonical name.
+    """
+
+    names: Mapping[int, str]
+    aliases: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ParameterTable":
+        """List the parameters of ``module``."""
+        by_id: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            by_id.setdefault(id(parameter), []).append(name)
+        return cls(
+            names={key: names[0] for key, names in by_id.items()},
+            aliases={names[0]: tuple(names) for names in by_id.values()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The stages that own each parameter and buffer, by canonical name."""
+
+    parameters: Mapping[str, tuple[int, ...]]
+    buffers: Mapping[str, int]
+
+    def shared(self) -> dict[tuple[int, ...], list[str]]:
+        """Parameters with several owners, by owners."""
+        result: dict[tuple[int, ...], list[str]] = {}
+        for name, stages in self.parameters.items():
+            if len(stages) > 1:
+                result.setdefault(stages, []).append(name)
+        return result
+
+    def of_stage(self, stage: int) -> list[str]:
+        """Names of the parameters that ``stage`` owns."""
+        return [name for name, stages in self.parameters.items() if stage in stages]
+
+
+def find_owners(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    trace: StepTrace,
+    partition: Partition,
+) -> Owners:
+    """Return the owners: a layer's stage, and the stages whose code uses a loose parameter.
+
+    The code in gap ``g`` belongs to the stage of layer ``g - 1``, and the code before the first
+    layer to stage 0. What no code outside the layers was seen to use (the parameters of a loss)
+    belongs to the last stage, where the user's loss runs.
+    """
+    table = ParameterTable.of(module)
+    stages: dict[str, set[int]] = {name: set() for name in table.aliases}
+    for position, index in enumerate(trace.order):
+        for parameter in layers[index].parameters():
+            stages[table.names[id(parameter)]].add(partition.stage_of(position))
+    for key, gaps in trace.parameter_gaps.items():
+        if key in table.names:
+            stages[table.names[key]] |= {partition.stage_of(max(gap - 1, 0)) for gap in gaps}
+    last = len(partition.ranges) - 1
+    owners = {name: tuple(sorted(found)) or (last,) for name, found in stages.items()}
+    return Owners(owners, _buffer_owners(module, layers, trace, partition, owners))
+
+
+def _buffer_owners(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    trace: StepTrace,
+    partition: Partition,
+    parameters: Mapping[str, tuple[int, ...]],
+) -> dict[str, int]:
+    of_module: dict[int, int] = {}
+    for position, index in enumerate(trace.order):
+        for child in layers[index].modules():
+            of_module[id(child)] = partition.stage_of(position)
+    last = len(partition.ranges) - 1
+    result: dict[str, int] = {}
+    for prefix, child in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        siblings = [f"{dot}{n}" for n, _ in child.named_parameters(recurse=False)]
+        sibling = next((parameters[n][0] for n in siblings if n in parameters), last)
+        stage = of_module.get(id(child), sibling)
+        for name, _ in child.named_buffers(recurse=False):
+            result[f"{dot}{name}"] = stage
+    return result
+
+
+@dataclass(slots=True)
+class LocalShare:
+    """What one rank holds of a module whose other parts live on other stages.
+
+    The module tree stays whole: the names, ``configure_optimizers`` and the user's code see every
+    parameter; those of other stages are stand-ins on the meta device.
+    """
+
+    module: nn.Module
+    owners: Owners
+    table: ParameterTable
+    stage: int
+    _given_up: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def give_up_foreign(self) -> None:
+        """Free the parameters that other stages own."""
+        parameters = dict(self.module.named_parameters())
+        for name, stages in self.owners.parameters.items():
+            if self.stage in stages or parameters[name].is_meta:
+                continue
+            parameter = parameters[name]
+            stand_in = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+            self._place(name, stand_in)
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+            parameter.grad = None
+            self._given_up[name] = parameter
+
+    def bring_back(self, groups: MeshGroups, device: torch.device) -> None:
+        """Fetch every parameter and buffer from its owner; collective over the pipeline.
+
+        Afterwards the module is whole on every rank, and the same parameter objects are in place.
+        """
+        replica = groups.coordinate.replica
+        parameters = dict(self.module.named_parameters())
+        for name, stages in self.owners.parameters.items():
+            source = groups.mesh.rank(stage=stages[0], replica=replica)
+            parameter = parameters[name]
+            if name in self._given_up:
+                original = self._given_up.pop(name)
+                original.data = torch.empty_like(parameter, device=device)
+                original.requires_grad_(parameter.requires_grad)
+                self._place(name, original)
+                parameter = original
+            broadcast_tensors([parameter.data], source, groups.pipeline, device)
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        for name, stage in self.owners.buffers.items():
+            source = groups.mesh.rank(stage=stage, replica=replica)
+            broadcast_tensors([buffers[name]], source, groups.pipeline, device)
+
+    def local(self) -> dict[str, nn.Parameter]:
+        """The parameters that this stage owns, by canonical name."""
+        mine = set(self.owners.of_stage(self.stage))
+        return {n: p for n, p in self.module.named_parameters() if n in mine}
+
+    def shared_groups(self, groups: MeshGroups) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
+        """The parameters that this stage shares with others, by the owners' group."""
+        parameters = dict(self.module.named_parameters())
+        return {
+            groups.shared[stages]: [parameters[name] for name in names]
+            for stages, names in self.owners.shared().items()
+            if self.stage in stages
+        }
+
+    def _place(self, name: str, parameter: nn.Parameter) -> None:
+        """Put ``parameter`` in every place of the module tree that shares ``name``."""
+        for alias in self.table.aliases[name]:
+            path, _, leaf = alias.rpartition(".")
+            self.module.get_submodule(path)._parameters[leaf] = parameter

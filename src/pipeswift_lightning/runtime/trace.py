@@ -1,0 +1,70 @@
+"""What one look at the user's step tells: the layers' order, and the values that cross each cut."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["StepTrace", "Value"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that depends on parameters, and which a layer takes or returns.
+
+    A *gap* is the code between two layers: gap ``g`` runs after layer ``g - 1`` and before layer
+    ``g``; gap 0 is the code before the first layer, gap ``n`` the code after the last.
+
+    Attributes:
+        created_in_gap: The gap whose code computed it (``j + 1`` for an output of layer ``j``).
+        named_at: The first layer boundary at which a stage can name it: it is an argument of that
+            layer, or an output of the layer before.
+        last_use: The last layer whose stage needs it; use in gap ``g`` counts for layer ``g - 1``.
+    """
+
+    created_in_gap: int
+    named_at: int
+    last_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """The order of layers in one kind of step, and the values that flow between them.
+
+    Attributes:
+        order: Registered index of each layer, in the order in which the step calls them.
+        values: Every value that crosses at least one layer boundary.
+        inputs: For each layer (in call order), pairs (argument leaf, value index).
+        outputs: For each layer (in call order), pairs (output leaf, value index).
+        parameter_gaps: For each parameter (by ``id``) that is used outside the layers, the gaps.
+        unnameable: Cuts that no stage could feed: boundary -> reason.
+    """
+
+    order: tuple[int, ...]
+    values: tuple[Value, ...]
+    inputs: tuple[tuple[tuple[int, int], ...], ...]
+    outputs: tuple[tuple[tuple[int, int], ...], ...]
+    parameter_gaps: Mapping[int, frozenset[int]]
+    unnameable: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that the step calls."""
+        return len(self.order)
+
+    def carried(self, boundary: int) -> tuple[int, ...]:
+        """Return the values that a stage starting at layer ``boundary`` must receive.
+
+        Example:
+            >>> x = Value(created_in_gap=1, named_at=1, last_use=1)
+            >>> trace = StepTrace((0, 1), (x,), ((), ((0, 0),)), (((0, 0),), ()), {})
+            >>> trace.carried(1), trace.carried(0), trace.carried(2)
+            ((0,), (), ())
+        """
+        if not 0 < boundary < self.num_layers:
+            return ()
+        return tuple(
+            index
+            for index, value in enumerate(self.values)
+            if value.created_in_gap <= boundary
+            and value.named_at <= boundary
+            and value.last_use >= boundary
+        )

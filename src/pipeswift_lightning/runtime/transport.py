@@ -1,0 +1,133 @@
+"""How bytes move between the stages of one pipeline."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipeswift_lightning.runtime.mesh import MeshGroups
+
+__all__ = ["C10dTransport", "LoopbackHub", "LoopbackTransport", "Transport", "Work"]
+
+
+class Work(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> object:
+        """Return once the tensor may be used (received) or reused (sent)."""
+        ...
+
+
+class Transport(Protocol):
+    """Ordered, reliable channels, one a directed edge between pipeline positions.
+
+    Messages match by their order on the edge: there are no tags (NCCL has none). ``send`` does not
+    block; the tensor must not change before its work is waited for.
+    """
+
+    position: int
+    device: torch.device
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        """Start sending a contiguous byte tensor to the rank at position ``destination``."""
+        ...
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Start receiving into a contiguous byte tensor of exactly the size that is sent."""
+        ...
+
+
+class C10dTransport:
+    """`torch.distributed` point-to-point, gloo or NCCL, one process group a directed edge.
+
+    On NCCL ``wait`` orders streams rather than stopping the host, so the executor never
+    synchronises in the steady state; buffers are allocated on the consuming stream.
+    """
+
+    def __init__(self, groups: MeshGroups, device: torch.device) -> None:
+        self.position = groups.coordinate.stage
+        self.device = device
+        self._edges: Mapping[tuple[int, int], dist.ProcessGroup] = groups.edges
+        # A pair's group holds two ranks in rank order, which is the order of positions.
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        """Start sending ``tensor``."""
+        group = self._edges[self.position, destination]
+        return group.send([tensor], int(destination > self.position), 0)
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Start receiving into ``tensor``."""
+        group = self._edges[source, self.position]
+        return group.recv([tensor], int(source > self.position), 0)
+
+
+class LoopbackHub:
+    """Connects `LoopbackTransport` instances in one process (one thread a rank)."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._sent: defaultdict[tuple[int, int], list[Tensor]] = defaultdict(list)
+
+    def put(self, edge: tuple[int, int], tensor: Tensor) -> None:
+        """Add a message to ``edge``."""
+        with self._changed:
+            self._sent[edge].append(tensor.clone())
+            self._changed.notify_all()
+
+    def take(self, edge: tuple[int, int], index: int, timeout_s: float) -> Tensor:
+        """Return message ``index`` of ``edge``, waiting until it is there.
+
+        Raises:
+            TimeoutError: It did not come within ``timeout_s``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._sent[edge]) > index, timeout_s):
+                msg = f"message {index} from position {edge[0]} to {edge[1]} did not arrive"
+                raise TimeoutError(msg)
+            return self._sent[edge][index]
+
+
+class _Done:
+    def wait(self) -> bool:
+        return True
+
+
+class _LoopbackReceive:
+    def __init__(self, hub: LoopbackHub, edge: tuple[int, int], index: int, into: Tensor) -> None:
+        self._hub, self._edge, self._index, self._into = hub, edge, index, into
+
+    def wait(self) -> bool:
+        message = self._hub.take(self._edge, self._index, timeout_s=20.0)
+        if message.numel() != self._into.numel():
+            msg = f"{message.numel()} bytes were sent, {self._into.numel()} are expected"
+            raise RuntimeError(msg)
+        self._into.copy_(message)
+        return True
+
+
+class LoopbackTransport:
+    """A transport within one process, for tests: ranks are threads.
+
+    Stages that draw random numbers need real processes, since torch's generator is the process's.
+    """
+
+    def __init__(self, hub: LoopbackHub, position: int) -> None:
+        self.position = position
+        self.device = torch.device("cpu")
+        self._hub = hub
+        self._received: defaultdict[int, int] = defaultdict(int)
+
+    def send(self, tensor: Tensor, destination: int) -> Work:
+        """Deliver a copy of ``tensor`` at once."""
+        self._hub.put((self.position, destination), tensor)
+        return _Done()
+
+    def receive(self, tensor: Tensor, source: int) -> Work:
+        """Reserve the next message from ``source``."""
+        index = self._received[source]
+        self._received[source] += 1
+        return _LoopbackReceive(self._hub, (source, self.position), index, tensor)
