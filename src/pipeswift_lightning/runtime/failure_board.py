@@ -32,7 +32,7 @@ class FailureBoard:
 
     def clone(self) -> "FailureBoard":
         """Return a board on the same keys over a connection of its own."""
-        store = self._store.clone()  # type: ignore[attr-defined] -- in torch, not in its stubs
+        store = self._store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
         return FailureBoard(store, self._rank, self._world_size)
 
     def join(self, identity: ProcessIdentity, stamp: Stamp) -> None:

@@ -234,13 +234,15 @@ class Watchdog:
 
     def _store_silent(self, quiet_s: float) -> FailureReport:
         """The watcher hangs in the store: name the rank that is stopped, else the store's host."""
-        stopped = [r for r, process in self._watcher.neighbours.items() if process.is_stopped()]
-        rank = stopped[0] if stopped else HOST_RANK
-        stamp = self._watcher.host_stamp if rank == HOST_RANK else None
         cause = f"silent for {quiet_s:.1f} s: the rendezvous store does not answer"
-        if stopped:
-            cause += ", and this rank's process is stopped"
-        return self._watcher.report_on(rank, stamp, "silent" if stopped else "store", cause)
+        for rank, process in self._watcher.neighbours.items():
+            # Stopped, or ended a moment ago by a quicker neighbour's fence.
+            if process.is_stopped() or not process.is_alive():
+                stamp = self._watcher.host_stamp if rank == HOST_RANK else None
+                return self._watcher.report_on(
+                    rank, stamp, "silent", f"{cause}, and this rank's process is stopped"
+                )
+        return self._watcher.report_on(HOST_RANK, self._watcher.host_stamp, "store", cause)
 
     def _fence(self, report: FailureReport) -> None:
         """End a lost process on this host: should it wake up, it must find nothing to disturb."""

@@ -246,6 +246,8 @@ class Watcher:
             self._heard = (stamp.beat, self._clock.now_s, used_s)
             return
         cause = f"silent for {quiet_s:.1f} s: no heartbeat"
+        if identity is not None and identity.is_stopped():
+            cause += ", its process is stopped"
         self._post(self.report_on(self._successor, stamp, "silent", cause))
 
     def _check_own_wait(self) -> None:
