@@ -20,15 +20,15 @@ from pipeswift_lightning.plan.instructions import (
     SendGradient,
 )
 
-__all__ = ["Wrong", "interpret"]
+__all__ = ["WrongError", "interpret"]
 
 
-class Wrong(Exception):
+class WrongError(Exception):
     """The schedule blocks for ever, or computes something else than it should."""
 
 
 def interpret(schedule: Schedule, *, training: bool) -> None:
-    """Return if the schedule does what it should, else raise ``Wrong``."""
+    """Return if the schedule does what it should, else raise ``WrongError``."""
     world = _World(schedule, training=training)
     ranks = [world.run(rank) for rank in range(schedule.num_ranks)]
     while ranks:
@@ -36,9 +36,9 @@ def interpret(schedule: Schedule, *, training: bool) -> None:
         try:
             ranks = [rank for rank in ranks if next(rank, None) is not None]
         except (KeyError, IndexError) as error:
-            raise Wrong(f"not there: {error!r}") from error
+            raise WrongError(f"not there: {error!r}") from error
         if ranks and world.progress == before:
-            raise Wrong("deadlock")
+            raise WrongError("deadlock")
     world.check_all_done()
 
 
@@ -65,7 +65,7 @@ class _World:
                 case ReceiveActivation() | ReceiveGradient():
                     kind = "a" if isinstance(instruction, ReceiveActivation) else "g"
                     if (kind, *key) in self.buffers:
-                        raise Wrong("a buffer is received into twice")
+                        raise WrongError("a buffer is received into twice")
                     self.buffers[kind, *key] = buffer = {}
                     self.posted[instruction.peer, rank].append(buffer)
                 case SendActivation() | SendGradient():
@@ -107,12 +107,12 @@ class _World:
 
     def forward(self, rank: int, stage: int, micro_batch: int) -> None:
         if (Forward, stage, micro_batch) in self.ran:
-            raise Wrong("forward twice")
+            raise WrongError("forward twice")
         self.ran.append((Forward, stage, micro_batch))
         if stage > 0:
             got = self.take("a", rank, stage, micro_batch)
             if got != _forward(stage - 1, micro_batch):
-                raise Wrong(f"stage {stage} ran {got!r} as micro-batch {micro_batch}")
+                raise WrongError(f"stage {stage} ran {got!r} as micro-batch {micro_batch}")
         output = _forward(stage, micro_batch)
         held = self.held[stage, micro_batch] = {"graph": True}
         if self.is_local(rank, stage + 1 if stage < self.last else None):
@@ -125,7 +125,9 @@ class _World:
         self.held[stage, micro_batch].pop("graph")
         gradient = ("g", stage, micro_batch)
         if stage < self.last and self.take("g", rank, stage, micro_batch) != gradient:
-            raise Wrong(f"wrong gradient in backward of micro-batch {micro_batch}, stage {stage}")
+            raise WrongError(
+                f"wrong gradient in backward of micro-batch {micro_batch}, stage {stage}"
+            )
         if self.is_local(rank, stage - 1 if stage > 0 else None):
             self.handed["g", stage - 1, micro_batch] = ("g", stage - 1, micro_batch)
         elif stage > 0:
@@ -134,9 +136,9 @@ class _World:
     def free(self, rank: int, stage: int, micro_batch: int) -> None:
         held = self.held.pop((stage, micro_batch))
         if self.training and (Backward, stage, micro_batch) not in self.ran:
-            raise Wrong("freed before its backward")
+            raise WrongError("freed before its backward")
         if held.keys() - ({"graph"} if not self.training else set()):
-            raise Wrong(f"freed with {held} unsent")
+            raise WrongError(f"freed with {held} unsent")
 
     def check_all_done(self) -> None:
         kinds = (Forward, Backward) if self.training else (Forward,)
@@ -147,8 +149,8 @@ class _World:
             for micro_batch in range(self.schedule.num_micro_batches)
         ]
         if sorted(self.ran, key=str) != sorted(want, key=str):
-            raise Wrong("not every stage ran every micro-batch once")
+            raise WrongError("not every stage ran every micro-batch once")
         if self.held or any(buffer for buffers in self.posted.values() for buffer in buffers):
-            raise Wrong("something is still held")
+            raise WrongError("something is still held")
         if any(len(posted) != self.num_sent[edge] for edge, posted in self.posted.items()):
-            raise Wrong("a receive was posted for which nothing is sent")
+            raise WrongError("a receive was posted for which nothing is sent")
