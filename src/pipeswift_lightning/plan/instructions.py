@@ -40,24 +40,24 @@ def _check(stage: int, micro_batch: int, peer: int = 0) -> None:
 
 def _text(instruction: "Instruction") -> str:
     """Return the instruction as one cell of ``notation``, with its stage always."""
-    place = f"{instruction.micro_batch}@{instruction.stage}"
     match instruction:
         case Forward():
-            return f"F{place}"
+            kind, peer = "F", ""
         case Backward():
-            return f"B{place}"
-        case SendActivation(peer=peer):
-            return f"sa{place}>{peer}"
-        case ReceiveActivation(peer=peer):
-            return f"ra{place}<{peer}"
-        case SendGradient(peer=peer):
-            return f"sg{place}>{peer}"
-        case ReceiveGradient(peer=peer):
-            return f"rg{place}<{peer}"
+            kind, peer = "B", ""
+        case SendActivation():
+            kind, peer = "sa", f">{instruction.peer}"
+        case ReceiveActivation():
+            kind, peer = "ra", f"<{instruction.peer}"
+        case SendGradient():
+            kind, peer = "sg", f">{instruction.peer}"
+        case ReceiveGradient():
+            kind, peer = "rg", f"<{instruction.peer}"
         case Free():
-            return f"x{place}"
+            kind, peer = "x", ""
         case _:
             assert_never(instruction)
+    return f"{kind}{instruction.micro_batch}@{instruction.stage}{peer}"
 
 
 @dataclass(frozen=True, slots=True)

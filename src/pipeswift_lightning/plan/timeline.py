@@ -214,14 +214,20 @@ class Timeline:
         ``F0==`` is a Forward, ``B0##`` a Backward, ``.`` a wait for a message, ``>`` for a send,
         ``~`` for data; ``+`` reduces gradients, ``o`` is the optimizer, blank is nothing.
         """
-        scale = width / self.makespan_s if self.makespan_s > 0 else 0.0
+        start_s, makespan_s = self.start_s, self.makespan_s
+
+        def column(time_s: float) -> int:
+            share = (time_s - start_s) / makespan_s if makespan_s > 0 else 0.0
+            return round(min(max(share, 0.0), 1.0) * width)
+
         lines = []
         for rank in range(self.num_ranks):
             line = [" "] * width
             # Computation last, so that no wait hides it.
             for event in sorted(self.events, key=lambda e: e.is_compute):
                 if event.rank == rank:
-                    _paint(line, event, (event.start_s - self.start_s) * scale, scale)
+                    first, last = column(event.start_s), column(event.end_s)
+                    line[first:last] = _cells(event, last - first)
             share = 100 * self.bubble(rank)
             lines.append(f"rank {rank} |{''.join(line)}| bubble {share:5.1f} %")
         return "\n".join(lines)
@@ -242,9 +248,8 @@ class Timeline:
         return cls(events, content["num_ranks"])
 
 
-def _paint(line: list[str], event: Event, start: float, scale: float) -> None:
-    """Write the event over its columns: a label that fits, then the symbol of its kind."""
-    first, last = max(0, round(start)), min(len(line), round(start + event.duration_s * scale))
+def _cells(event: Event, width: int) -> str:
+    """Return the event in ``width`` characters: as much label as fits, then its symbol."""
     label = f"{event.kind.name[0]}{event.micro_batch}" if event.is_compute else ""
-    label = label if len(label) <= last - first else label[: max(0, last - first)][:1]
-    line[first:last] = label.ljust(last - first, _SYMBOLS[event.kind]) if last > first else []
+    fitting = label if len(label) <= width else label[: min(width, 1)]
+    return fitting.ljust(width, _SYMBOLS[event.kind])

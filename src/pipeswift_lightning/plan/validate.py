@@ -153,7 +153,7 @@ def _chain(
         if previous != own:
             last.append(SendGradient(stage, micro_batch, previous))
             yield backward, last[-1]
-    for instruction in last:
+    for instruction in reversed(last):
         yield instruction, Free(stage, micro_batch)
 
 

@@ -34,7 +34,11 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> "ProcessIdentity":
         """Return the identity of this process."""
-        pid = os.getpid()
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessIdentity":
+        """Return the identity of a running process on this host."""
         fields = _stat(pid)
         node = socket.gethostname()
         started = int(fields[19]) if fields else 0

@@ -217,7 +217,7 @@ class Watchdog:
     # -- the guard: no store operation below this line -----------------------------------------
 
     def _keep(self) -> None:
-        clock = AwakeClock()
+        clock = AwakeClock(self._silence_s / 4)
         beats, heard_s = -1, 0.0
         while not self._outcome.failed.wait(self._tick_s):
             now_s = clock.advance()

@@ -28,18 +28,21 @@ class AwakeClock:
     """Seconds that this thread has lived through.
 
     A thread that was itself stopped, or starved by a main thread that held the interpreter
-    lock, must not count that time as the silence of others: each gap counts as one second at
-    most.
+    lock, must not count that time as the silence of others.
+
+    Args:
+        longest_gap_s: What a gap between two looks counts at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest_gap_s: float) -> None:
         self.now_s = 0.0
+        self._longest_gap_s = longest_gap_s
         self._last = time.monotonic()
 
     def advance(self) -> float:
         """Return the time after adding what passed since the last call."""
         now = time.monotonic()
-        self.now_s += min(now - self._last, 1.0)
+        self.now_s += min(now - self._last, self._longest_gap_s)
         self._last = now
         return self.now_s
 
@@ -105,7 +108,7 @@ class Watcher:
         self._stage_of_rank = stage_of_rank
         self._parent_pid = parent_pid
         self._identity = ProcessIdentity.current()
-        self._clock = AwakeClock()
+        self._clock = AwakeClock(silence_s / 4)
         self._everyone_joined = False
         self._successor = (rank + 1) % world_size
         self._heard = (-1, 0.0, 0.0)  # the successor's beat, when it was heard, its cpu time then

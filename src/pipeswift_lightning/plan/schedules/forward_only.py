@@ -13,8 +13,7 @@ def forward_only(
 ) -> Schedule:
     """Return the schedule without backwards, one stage a rank, compute-only.
 
-    With stage times in proportion to the micro-batches it ends after ``sum + (p-1) * max`` of the
-    slowest stage's times, in any order.
+    With equal stages it ends after ``sum + (p-1) * max`` of one stage's times, in any order.
 
     Args:
         num_stages: ``p``, 1 or more.
