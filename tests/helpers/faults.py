@@ -205,7 +205,7 @@ def _act(rank: int, scene: Scene, folder: Path, port: int, struck: Any) -> None:
         scene.body(actor)
     except PipelineFailure:
         _leave(watchdog)
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001 -- reported by the watchdog
         watchdog.post_failure(watchdog.describe(exc))
         _leave(watchdog)
     watchdog.stop()

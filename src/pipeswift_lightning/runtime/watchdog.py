@@ -219,10 +219,14 @@ class Watchdog:
     def _keep(self) -> None:
         clock = AwakeClock(self._silence_s / 4)
         beats, heard_s = -1, 0.0
+        suspicion: FailureReport | None = None
         while not self._outcome.failed.wait(self._tick_s):
             now_s = clock.advance()
             if self._stopped.is_set():
                 return
+            if suspicion is not None:  # a whole tick old, and not posted yet
+                self._outcome.settle(suspicion)
+            suspicion = self._watcher.suspicion
             if self._watcher.beats != beats:
                 beats, heard_s = self._watcher.beats, now_s
             elif now_s - heard_s > self._silence_s:
