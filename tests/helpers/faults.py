@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeswift_lightning.runtime.process import ProcessIdentity
 from pipeswift_lightning.runtime.watchdog import PipelineFailure, Progress, Watchdog
 from tests.helpers.distributed import fork_server
 
@@ -29,7 +30,8 @@ class Scene:
 
     body: Callable[["Actor"], None]
     world_size: int = 4
-    store: str = "tcp"  # or "file"
+    store: str = "tcp"  # rank 0 hosts it; "agent": this process does, like torchrun's; "file"
+    apart: bool = False  # let every rank believe that it is alone on its host
     silence_s: float = 2.0
     grace_s: float = 0.5
     limit_s: float = 20.0
@@ -105,7 +107,8 @@ def play(scene: Scene) -> list[Ending]:
     struck = context.Value("d", 0.0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        port = _free_port()
+        agent = _tcp_store(0, is_host=True) if scene.store == "agent" else None
+        port = agent.port if agent is not None else _free_port()
         ranks = [
             context.Process(target=_act, args=(r, scene, folder, port, struck))
             for r in range(scene.world_size)
@@ -159,6 +162,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _tcp_store(port: int, *, is_host: bool) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, None, is_host, wait_for_workers=False)
+
+
+def _alone(rank: int, current: ProcessIdentity) -> Callable[[], ProcessIdentity]:
+    return lambda: replace(current, host=f"host{rank}")
+
+
 def _watch(ranks: list[Any], end: float) -> dict[int, float]:
     ended_s: dict[int, float] = {}
     while len(ended_s) < len(ranks) and time.monotonic() < end:
@@ -176,8 +187,10 @@ def _act(rank: int, scene: Scene, folder: Path, port: int, struck: Any) -> None:
     store: Any = (
         dist.FileStore(str(folder / "store"), scene.world_size)
         if scene.store == "file"
-        else dist.TCPStore("127.0.0.1", port, None, rank == 0, wait_for_workers=False)
+        else _tcp_store(port, is_host=rank == 0 and scene.store == "tcp")
     )
+    if scene.apart:
+        ProcessIdentity.current = _alone(rank, ProcessIdentity.current())
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore("group", store),
@@ -205,7 +218,7 @@ def _act(rank: int, scene: Scene, folder: Path, port: int, struck: Any) -> None:
         scene.body(actor)
     except PipelineFailure:
         _leave(watchdog)
-    except Exception as exc:
+    except Exception as exc:  # noqa: BLE001 -- reported by the watchdog
         watchdog.post_failure(watchdog.describe(exc))
         _leave(watchdog)
     watchdog.stop()

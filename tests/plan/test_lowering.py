@@ -105,6 +105,12 @@ def test_a_stuck_schedule_is_lowered_and_left_to_validate() -> None:
         validate(lowered)
 
 
+def test_a_backward_before_its_forward_is_left_to_validate() -> None:
+    # The gradient is needed before its shape is known: no place is right, none may fail.
+    with pytest.raises(ScheduleError, match="F0@0"):
+        validate(lower(parse("B0 F0\nF0 B0")))
+
+
 def test_window_is_at_least_one() -> None:
     with pytest.raises(ScheduleError, match="receive_window=0 must be 1 or more"):
         lower(forward_only(2, 2), receive_window=0)

@@ -32,7 +32,7 @@ def _stopped(actor: Actor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "store"), [(0, "tcp"), (1, "tcp"), (2, "tcp"), (3, "tcp"), (0, "file"), (2, "file")]
+    ("victim", "store"), [(0, "tcp"), (1, "tcp"), (2, "tcp"), (3, "tcp"), (0, "agent"), (2, "file")]
 )
 def test_after_a_kill_every_survivor_leaves_within_a_second(victim: int, store: str) -> None:
     endings = play(Scene(body=_killed, victim=victim, store=store))
@@ -48,7 +48,7 @@ def test_after_a_kill_every_survivor_leaves_within_a_second(victim: int, store: 
 
 
 @pytest.mark.parametrize(
-    ("victim", "store"), [(0, "tcp"), (1, "tcp"), (3, "tcp"), (0, "file"), (2, "file")]
+    ("victim", "store"), [(0, "tcp"), (1, "tcp"), (3, "tcp"), (0, "agent"), (2, "file")]
 )
 def test_a_stopped_rank_is_named_and_fenced(victim: int, store: str) -> None:
     endings = play(Scene(body=_stopped, victim=victim, store=store, silence_s=SILENCE_S))
@@ -60,6 +60,35 @@ def test_a_stopped_rank_is_named_and_fenced(victim: int, store: str) -> None:
             assert ending.code == 1, ending.said
             where = f"rank {victim} (stage {victim}, micro-batch 3) failed: silent for "
             assert where in ending.said
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_kill_on_another_host_is_told_by_the_missing_heartbeat(victim: int) -> None:
+    endings = play(Scene(body=_killed, victim=victim, apart=True))
+    for ending in endings[:victim] + endings[victim + 1 :]:
+        assert ending.code == 1
+        assert ending.after_s < 1.5
+        where = f"rank {victim} (stage {victim}, micro-batch 3) failed: killed: it closed its"
+        assert where in ending.said
+
+
+def test_a_killed_store_host_on_another_host_is_told_by_the_lost_store() -> None:
+    for ending in play(Scene(body=_killed, victim=0, apart=True))[1:]:
+        assert ending.code == 1
+        assert ending.after_s < 1.0
+        assert "rank 0 (stage 0, micro-batch 3) failed: the rendezvous store is gone" in ending.said
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_stopped_on_another_host_is_named_and_left_to_its_launcher(victim: int) -> None:
+    scene = Scene(body=_stopped, victim=victim, apart=True, silence_s=SILENCE_S, limit_s=4.5)
+    for rank, ending in enumerate(play(scene)):
+        if rank == victim:
+            assert ending.code is None
+            continue
+        assert ending.code == 1, ending.said
+        assert ending.after_s < SILENCE_S + 1.5
+        assert f"rank {victim} (stage {victim}, micro-batch 3) failed: silent for" in ending.said
 
 
 def _wrong(_: Actor) -> None:
@@ -265,7 +294,7 @@ def test_a_used_store_is_refused() -> None:
 
 
 def test_the_watch_must_be_more_patient_than_its_tick() -> None:
-    with pytest.raises(ValueError, match=r"tick_s=2\.0 must be positive and below silence_s=1\.0"):
+    with pytest.raises(ValueError, match=r"tick_s=2\.0 must be positive and at most"):
         Watchdog(dist.HashStore(), 0, 1, Progress(), silence_s=1.0, tick_s=2.0)
 
 

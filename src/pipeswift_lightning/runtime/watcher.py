@@ -98,6 +98,7 @@ class Watcher:
         self.beats = 0
         self.neighbours: dict[int, ProcessIdentity] = {}  # ranks on this host
         self.host_stamp: Stamp | None = None  # the store host's last: readable when it is gone
+        self.suspicion: FailureReport | None = None  # about to be posted
         self._board = board
         self._outcome = outcome
         self._rank = rank
@@ -218,15 +219,14 @@ class Watcher:
         for rank, identity in list(self.neighbours.items()):
             if identity.is_alive():
                 continue
-            host_died = rank == HOST_RANK
-            stamp = self.host_stamp if host_died else self._board.read([rank])[0]
+            stamp = self.host_stamp if rank == HOST_RANK else self._board.read([rank])[0]
             if stamp is not None and stamp.is_done:
                 del self.neighbours[rank]
                 continue
-            report = self.killed(rank, identity, stamp)
-            if host_died:  # its store may be gone, or block while a forked child holds its sockets
-                self._outcome.settle(report)
-            self._post(report)
+            # The store may have died with its host, or block while a forked child of the host
+            # holds its sockets: then the guard takes the suspicion for the truth.
+            self.suspicion = self.killed(rank, identity, stamp)
+            self._post(self.suspicion)
             return
 
     def _check_heartbeat(self) -> None:

@@ -1,0 +1,47 @@
+import pickle
+from dataclasses import replace
+
+from pipeswift_lightning.runtime.failure import FailureReport, PipelineFailure, describe_exception
+
+REPORT = FailureReport(
+    rank=2,
+    stage=1,
+    micro_batch=3,
+    doing="Backward of micro-batch 3",
+    cause="ValueError: expected 7 tokens",
+    detail="Traceback (most recent call last): ...",
+    reporter=0,
+    step=17,
+    seen_while="waiting for the gradient of micro-batch 3 from rank 2",
+)
+
+
+def test_the_message_says_what_where_and_what_to_do() -> None:
+    assert REPORT.message().splitlines() == [
+        "Pipeline stopped: rank 2 (stage 1, micro-batch 3) failed: ValueError: expected 7 tokens",
+        "  doing:   Backward of micro-batch 3, in step 17",
+        "  seen by: rank 0, waiting for the gradient of micro-batch 3 from rank 2",
+        "  do:      Mend the error below; the other ranks only stopped because of it. Then restart "
+        "from the last checkpoint.",
+        "Traceback (most recent call last): ...",
+    ]
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    bare = replace(REPORT, stage=None, micro_batch=None, step=None, reporter=2, detail="")
+    assert bare.message().splitlines()[:2] == [
+        "Pipeline stopped: rank 2 failed: ValueError: expected 7 tokens",
+        "  doing:   Backward of micro-batch 3",
+    ]
+    assert len(bare.message().splitlines()) == 3
+
+
+def test_reports_and_failures_travel() -> None:
+    assert FailureReport.from_json(REPORT.to_json().encode()) == REPORT
+    failure = pickle.loads(pickle.dumps(PipelineFailure(REPORT)))
+    assert (failure.report, str(failure)) == (REPORT, REPORT.message())
+
+
+def test_an_exception_without_text_is_named_by_its_type() -> None:
+    cause, detail = describe_exception(MemoryError())
+    assert (cause, detail) == ("MemoryError", "MemoryError\n")
