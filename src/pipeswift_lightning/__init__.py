@@ -1,1 +1,13 @@
-"""Pipeline parallelism for PyTorch Lightning."""
+"""Pipeline parallelism for PyTorch Lightning: ``Trainer(strategy="pipeswift")``.
+
+Importing this package registers the strategy: Lightning checks the name of a strategy before it
+looks anywhere else for it.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from pipeswift_lightning.strategies.pipeswift import PipeSwiftStrategy
+
+__all__ = ["PipeSwiftStrategy"]
+
+PipeSwiftStrategy.register_strategies(StrategyRegistry)

@@ -93,7 +93,7 @@ class AbsentMode(TorchFunctionMode):
         if func == _DEVICE_GETTER:
             return self.device
         if func == _IS_META_GETTER:
-            return False
+            return True
         if self.on_parameter is not None:
             tree_map_only(nn.Parameter, self._note, (args, kwargs))
         return self._run_absent(func, args, kwargs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
-from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone
+from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
@@ -85,6 +85,7 @@ class LayerCut:
         self.layers = tuple(layers)
         self.network_name = network_name
         self.device = device
+        self._uncut: set[int] = set()
         self._run: _Run | None = None
         self._discovery: Discovery | None = None
         self._templates: dict[tuple[Any, ...], Any] = {}
@@ -122,15 +123,17 @@ class LayerCut:
         Raises:
             CutError: The step calls no layer, or one of them twice.
         """
-        discovery = Discovery(self.device)
-        self._discovery = discovery
-        try:
-            with discovery.mode:
-                step()
-        except DiscoveryDone:
-            pass
-        finally:
-            self._discovery = None
+        while True:
+            discovery = Discovery(self.device)
+            try:
+                self._discover_once(discovery, step)
+            except LayerCalledTwiceError as error:
+                # It cannot be cut off, but it can run as code between the other layers.
+                self._uncut.add(error.index)
+                if len(self._uncut) == len(self.layers):
+                    raise
+            else:
+                break
         if not discovery.order:
             msg = (
                 f"{step_name} did not call {self.network_name} (nor any of its "
@@ -140,6 +143,16 @@ class LayerCut:
             )
             raise CutError(msg)
         return discovery.trace()
+
+    def _discover_once(self, discovery: Discovery, step: Callable[[], Any]) -> None:
+        self._discovery = discovery
+        try:
+            with discovery.mode:
+                step()
+        except DiscoveryDone:
+            pass
+        finally:
+            self._discovery = None
 
     # -- running ------------------------------------------------------------------------------
 
@@ -222,6 +235,8 @@ class LayerCut:
     def _call_layer(
         self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if index in self._uncut:
+            return original(*args, **kwargs)
         if self._discovery is not None:
             return self._discovery.call_layer(index, original, args, kwargs)
         run = self._run

@@ -19,7 +19,11 @@ class DiscoveryDone(BaseException):  # noqa: N818 -- a signal, not an error
 
 
 class LayerCalledTwiceError(RuntimeError):
-    """A layer takes part in the step more than once."""
+    """A layer takes part in the step more than once; ``index`` says which."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 class _TracingMode(AbsentMode):
@@ -101,7 +105,7 @@ class Discovery:
                 "stage; that also means that the network is called once. Remedy: call the network "
                 "once on the concatenated inputs, or give the repeated layer its own copy"
             )
-            raise LayerCalledTwiceError(msg)
+            raise LayerCalledTwiceError(index, msg)
         position = len(self.order)
         self.order.append(index)
         leaves = tree_flatten((args, kwargs))[0]

@@ -22,21 +22,14 @@ from pipeswift_lightning.plan.instructions import (
     SendGradient,
 )
 from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.runtime.communication import communicating
 from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending
 from pipeswift_lightning.runtime.recorder import Recorder
-from pipeswift_lightning.runtime.watchdog import Progress
+from pipeswift_lightning.runtime.progress import Progress
 
-__all__ = ["CommunicationError", "Executor", "StageProgram"]
+__all__ = ["Executor", "StageProgram"]
 
 _MAX_SENDS = 8
-
-
-class CommunicationError(RuntimeError):
-    """A transfer failed; ``peer`` is the pipeline position at its other end."""
-
-    def __init__(self, message: str, peer: int) -> None:
-        super().__init__(message)
-        self.peer = peer
 
 
 class StageProgram(Protocol):
@@ -242,14 +235,12 @@ class Executor:
         what = "gradient" if is_gradient else "activation"
         self._mark(f"waiting for the {what}", stage, micro_batch, pending.source)
         start = perf_counter()
-        try:
+        with communicating(
+            f"stage {stage} waiting for the {what} of micro-batch {micro_batch} from position "
+            f"{pending.source}",
+            pending.source,
+        ):
             value = self._channel.wait(pending)
-        except (RuntimeError, TimeoutError) as error:
-            msg = (
-                f"stage {stage}, micro-batch {micro_batch}: waiting for the {what} from position "
-                f"{pending.source} failed: {error}"
-            )
-            raise CommunicationError(msg, pending.source) from error
         self._record(EventKind.RECEIVE_WAIT, stage, micro_batch, start)
         return value
 
@@ -261,11 +252,9 @@ class Executor:
 
     def _reap(self) -> None:
         peer, flight = self._sends.popleft()
-        try:
+        self._progress.waiting_for = peer
+        with communicating(f"sending to position {peer}", peer):
             flight.wait()
-        except RuntimeError as error:
-            msg = f"sending to position {peer} failed: {error}"
-            raise CommunicationError(msg, peer) from error
 
     # -- observing ----------------------------------------------------------------------------
 

@@ -1,0 +1,75 @@
+"""Refuse at start what a pipeline cannot do, with the reason and the remedy."""
+
+from collections.abc import Sequence
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch import nn
+from torch.optim import Optimizer
+
+from pipeswift_lightning.strategies.optimizers import unwrapped
+
+__all__ = ["ContractError", "check_module", "check_optimizers"]
+
+
+class ContractError(RuntimeError):
+    """The LightningModule uses something that a pipeline cannot honour."""
+
+
+def check_module(module: LightningModule, precision: Precision, *, fitting: bool) -> None:
+    """Check what can be seen before the first batch.
+
+    Raises:
+        ContractError: Manual optimisation, or fp16 with a gradient scaler.
+    """
+    if fitting and not module.automatic_optimization:
+        msg = (
+            f"{type(module).__name__} sets automatic_optimization=False. Rule: the pipeline runs "
+            "forward and backward of several micro-batches interleaved, so training_step cannot "
+            "call manual_backward() or step optimizers itself (GANs and other modules with "
+            'several optimizers). Remedy: use automatic optimisation with one optimizer, or '
+            'strategy="ddp" for this module'
+        )
+        raise ContractError(msg)
+    if getattr(precision, "scaler", None) is not None:
+        msg = (
+            'precision="16-mixed" needs one gradient scale on all stages, which is not built yet. '
+            'Remedy: precision="bf16-mixed" (no scaler), or 32-true'
+        )
+        raise ContractError(msg)
+    batch_norms = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm)
+    ]
+    if fitting and batch_norms:
+        rank_zero_warn(
+            f"{len(batch_norms)} BatchNorm layers ({batch_norms[0]}, ...) will normalise each "
+            "micro-batch by its own statistics, as gradient accumulation does; results differ "
+            "from one device on the whole batch. GroupNorm and LayerNorm are exact."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Check what ``configure_optimizers`` returned.
+
+    Raises:
+        ContractError: Several optimizers, or one that evaluates the step more than once.
+    """
+    if len(optimizers) > 1:
+        names = ", ".join(type(unwrapped(o)).__name__ for o in optimizers)
+        msg = (
+            f"configure_optimizers returned {len(optimizers)} optimizers ({names}). Rule: a "
+            "pipeline steps one optimizer a batch. Remedy: put all parameters in groups of one"
+        )
+        raise ContractError(msg)
+    for optimizer in optimizers:
+        if isinstance(unwrapped(optimizer), torch.optim.LBFGS):
+            msg = (
+                "LBFGS evaluates the step several times and needs inner products over all "
+                "parameters, but each stage holds only its own. Remedy: a first-order optimizer "
+                "such as AdamW"
+            )
+            raise ContractError(msg)

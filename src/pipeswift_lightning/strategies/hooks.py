@@ -1,0 +1,126 @@
+"""From one call of a Lightning step hook to a run of the pipeline, and back."""
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pipeswift_lightning.runtime.batching import num_samples, split_batch
+from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.records import merge_outputs, merge_records, replay
+from pipeswift_lightning.strategies.session import PipelineSession
+from pipeswift_lightning.strategies.step import StepCall, StepProgram
+
+__all__ = ["StepHook", "StepRunner"]
+
+
+class StepHook(IntEnum):
+    """The step hooks; the value enters the random streams' seeds."""
+
+    TRAINING = 0
+    VALIDATION = 1
+    TEST = 2
+    PREDICT = 3
+
+    @property
+    def method(self) -> str:
+        """Name of the LightningModule's method."""
+        return f"{self.name.lower()}_step"
+
+
+class StepRunner:
+    """Runs step hooks over a session, and gives every rank the same result."""
+
+    def __init__(self, session: PipelineSession, options: PipelineOptions) -> None:
+        self._session = session
+        self._module: LightningModule = session.module
+        self._options = options
+        self._seed = torch.initial_seed()
+        self._evaluations = 0
+        self._largest_batch = 0
+
+    def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
+        """Run one step; returns what the user's step would have returned for the whole batch."""
+        batch, *rest = args
+        call = self._call(hook, batch, tuple(rest), precision)
+        program = self._session.run(call, batch)
+        output, logs = self._share(program, call)
+        replay(self._module, logs, self._session.device)
+        return output
+
+    def _call(
+        self, hook: StepHook, batch: Any, rest: tuple[Any, ...], precision: Precision
+    ) -> StepCall:
+        split = getattr(self._module, "split_batch", split_batch)
+        total = num_samples(batch)
+        training = hook is StepHook.TRAINING
+        smaller = not training or total < self._largest_batch
+        plan = self._options.sizes(
+            total, self._session.num_stages, may_be_smaller=smaller
+        )
+        if training:
+            self._largest_batch = max(self._largest_batch, total)
+        trainer = self._module.trainer
+        contexts = {
+            StepHook.TRAINING: precision.train_step_context,
+            StepHook.VALIDATION: precision.val_step_context,
+            StepHook.TEST: precision.test_step_context,
+            StepHook.PREDICT: precision.predict_step_context,
+        }
+        return StepCall(
+            hook=hook.method,
+            micro_batches=split(batch, plan.sizes),
+            rest=rest,
+            sizes=plan.sizes,
+            seed=self._seeds(hook),
+            loss_divisor=trainer.accumulate_grad_batches if training else 1,
+            context=contexts[hook],
+        )
+
+    def _seeds(self, hook: StepHook) -> tuple[int, ...]:
+        """Seeds that a resumed run finds again, and that tell replicas apart."""
+        step = self._module.trainer.fit_loop.epoch_loop.total_batch_idx
+        self._evaluations = 0 if hook is StepHook.TRAINING else self._evaluations + 1
+        replica = self._session.groups.coordinate.replica
+        return (self._seed, replica, hook, step, self._evaluations)
+
+    def _share(self, program: StepProgram, call: StepCall) -> tuple[Any, Any]:
+        """Send the last stage's output and logs to all stages."""
+        session = self._session
+        result: tuple[Any, Any] = (None, [])
+        if session.is_last:
+            ids = range(len(call.sizes))
+            result = (
+                self._merged_output(program, call),
+                merge_records([program.records[i] for i in ids], call.sizes),
+            )
+        if session.num_stages == 1:
+            return result
+        box = [tree_map_only(Tensor, lambda t: t.cpu(), result)] if session.is_last else [None]
+        last = session.groups.mesh.rank(
+            stage=session.num_stages - 1, replica=session.groups.coordinate.replica
+        )
+        with communicating("waiting for the last stage's loss and logs"):
+            dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
+        output, logs = box[0]  # type: ignore[misc]
+        return tree_map_only(Tensor, lambda t: t.to(session.device), output), logs
+
+    @staticmethod
+    def _merged_output(program: StepProgram, call: StepCall) -> Any:
+        outputs = [program.outputs[i] for i in range(len(call.sizes))]
+        skipped = [output is None for output in outputs]
+        if any(skipped) and not all(skipped) and call.training:
+            msg = (
+                f"{call.hook} returned None for micro-batches "
+                f"{[i for i, s in enumerate(skipped) if s]} of {len(skipped)}. Rule: a step is "
+                "skipped for a whole batch or not at all. Remedy: return a zero loss instead "
+                "(0 * output.sum())"
+            )
+            raise RuntimeError(msg)
+        return None if any(skipped) else merge_outputs(outputs, call.sizes)

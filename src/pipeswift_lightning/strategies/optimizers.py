@@ -1,0 +1,104 @@
+"""Keep each optimizer to the parameters that live on this stage, and remember them by name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipeswift_lightning.runtime.ownership import ParameterTable
+
+__all__ = ["OptimizerNames", "clip_by_global_norm", "unwrapped"]
+
+
+def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """Return the torch optimizer."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+class OptimizerNames:
+    """The names of the parameters in each group of each optimizer, on all stages together.
+
+    ``configure_optimizers`` sees the whole module on every rank, so groups by name, by dims or by
+    module are the user's own. Afterwards the parameters of other stages leave the groups (which
+    may become empty); checkpoints still describe the full groups.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[list[list[str]]] = []
+
+    def remember(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
+        """Note the groups as the user made them."""
+        table = ParameterTable.of(module)
+        self.groups = [
+            [
+                [self._name(table, parameter) for parameter in group["params"]]
+                for group in unwrapped(optimizer).param_groups
+            ]
+            for optimizer in optimizers
+        ]
+
+    @staticmethod
+    def _name(table: ParameterTable, parameter: Tensor) -> str:
+        try:
+            return table.names[id(parameter)]
+        except KeyError:
+            msg = (
+                f"an optimizer holds a parameter of shape {list(parameter.shape)} that is no part "
+                "of the LightningModule. Rule: a pipeline keeps each parameter on its stage, by "
+                "name. Remedy: make it an attribute of the LightningModule"
+            )
+            raise ValueError(msg) from None
+
+    def keep_local(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+        """Take the parameters of other stages out of the groups."""
+        parameters = dict(module.named_parameters())
+        for optimizer, groups in zip(optimizers, self.groups, strict=True):
+            inner = unwrapped(optimizer)
+            for group, names in zip(inner.param_groups, groups, strict=True):
+                local = [parameters[n] for n in names if not parameters[n].is_meta]
+                if len(local) < len(group["params"]):
+                    kept = {id(p) for p in local}
+                    for parameter in group["params"]:
+                        if id(parameter) not in kept:
+                            inner.state.pop(parameter, None)
+                    group["params"] = local
+
+    def restore(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+        """Put all parameters back into the groups, once the module is whole again."""
+        parameters = dict(module.named_parameters())
+        for optimizer, groups in zip(optimizers, self.groups, strict=True):
+            for group, names in zip(unwrapped(optimizer).param_groups, groups, strict=True):
+                group["params"] = [parameters[n] for n in names]
+
+
+@torch.no_grad()
+def clip_by_global_norm(
+    parameters: Sequence[nn.Parameter], max_norm: float, owned: set[int], reduce: Any
+) -> Tensor:
+    """Clip by the norm over all stages, each shared parameter counted once.
+
+    Args:
+        parameters: This stage's parameters.
+        max_norm: The largest allowed norm.
+        owned: ``id`` of the parameters that this stage counts.
+        reduce: Sums a scalar tensor over the stages, in place.
+
+    Returns:
+        The total norm before clipping, in float64; equal on all stages.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        if parameter.grad is not None and id(parameter) in owned:
+            total += parameter.grad.detach().double().pow(2).sum()
+    reduce(total)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+    return norm

@@ -1,0 +1,136 @@
+"""What a user may choose about the pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeswift_lightning.plan.microbatches import (
+    MicroBatches,
+    choose_num_micro_batches,
+    sizes_for,
+    split_batch_size,
+)
+from pipeswift_lightning.plan.schedules import build_schedule
+
+__all__ = ["OptionError", "PipelineOptions"]
+
+
+class OptionError(ValueError):
+    """An argument of the strategy does not make sense."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """The arguments of `PipeSwiftStrategy` that shape the plan; see there.
+
+    Raises:
+        OptionError: A value is out of its range.
+    """
+
+    stages: int | None = None
+    micro_batches: int | tuple[int, ...] | None = None
+    schedule: str = "1f1b"
+    warm_up: tuple[int, ...] | float | None = None
+    partition: tuple[int, ...] | None = None
+    dynamic_shapes: bool = False
+    receive_window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stages is not None and self.stages < 1:
+            _refuse("stages", self.stages, "1 or more, or None for one stage a device")
+        counts = self.micro_batches
+        if isinstance(counts, int) and counts < 1:
+            _refuse("micro_batches", counts, 'at least 1, or "auto"')
+        if isinstance(counts, tuple) and (not counts or min(counts) < 1):
+            _refuse("micro_batches", counts, "samples of each micro-batch, 1 or more each")
+        if self.partition is not None and (not self.partition or min(self.partition) < 1):
+            _refuse("partition", self.partition, "layers of each stage, 1 or more each")
+        if self.receive_window < 1:
+            _refuse("receive_window", self.receive_window, "1 or more")
+        # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
+        stages = self.stages or (len(self.partition) if self.partition else 2)
+        warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
+        build_schedule(self.schedule, stages, 2 * stages, warm_up=warm_up)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        stages: int | None,
+        micro_batches: int | str | Sequence[int] | None,
+        schedule: str,
+        warm_up: Sequence[int] | float | None,
+        partition: Sequence[int] | None,
+        dynamic_shapes: bool,
+        receive_window: int,
+    ) -> "PipelineOptions":
+        """Check and freeze what the user gave."""
+        if isinstance(micro_batches, str) and micro_batches != "auto":
+            _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
+        counts: int | tuple[int, ...] | None
+        if micro_batches is None or isinstance(micro_batches, str):
+            counts = None
+        elif isinstance(micro_batches, int):
+            counts = micro_batches
+        else:
+            counts = tuple(int(size) for size in micro_batches)
+        depth = warm_up if warm_up is None or isinstance(warm_up, int | float) else tuple(warm_up)
+        return cls(
+            stages=stages,
+            micro_batches=counts,
+            schedule=schedule,
+            warm_up=depth,
+            partition=None if partition is None else tuple(partition),
+            dynamic_shapes=dynamic_shapes,
+            receive_window=receive_window,
+        )
+
+    def sizes(self, batch_size: int, num_stages: int, *, may_be_smaller: bool) -> MicroBatches:
+        """Return the micro-batches of a batch.
+
+        Args:
+            batch_size: Its number of samples.
+            num_stages: Number of stages.
+            may_be_smaller: Whether the batch may be too small for the micro-batches asked for:
+                true for an epoch's last batch and in evaluation, where fewer are used then.
+
+        Raises:
+            OptionError: The batch is smaller than the number of micro-batches.
+        """
+        wanted = self.micro_batches
+        if wanted is None:
+            count = choose_num_micro_batches(batch_size, num_stages)
+            return MicroBatches(split_batch_size(batch_size, count))
+        if isinstance(wanted, tuple):
+            return self._listed_sizes(wanted, batch_size, may_be_smaller=may_be_smaller)
+        if batch_size < wanted and not may_be_smaller:
+            _too_small(batch_size, wanted)
+        return MicroBatches(split_batch_size(batch_size, min(wanted, batch_size)))
+
+    @staticmethod
+    def _listed_sizes(
+        wanted: tuple[int, ...], batch_size: int, *, may_be_smaller: bool
+    ) -> MicroBatches:
+        if batch_size < len(wanted) and not may_be_smaller:
+            _too_small(batch_size, len(wanted))
+        if batch_size > sum(wanted):
+            msg = (
+                f"micro_batches={list(wanted)} hold {sum(wanted)} samples, but the batch has "
+                f"{batch_size}. Rule: the sizes add up to the batch size (a smaller batch fills "
+                "them in order). Remedy: make them add up, or give a number of micro-batches"
+            )
+            raise OptionError(msg)
+        return MicroBatches(sizes_for(batch_size, wanted))
+
+
+def _too_small(batch_size: int, wanted: int) -> None:
+    msg = (
+        f"a batch of {batch_size} samples cannot be split into {wanted} micro-batches. Rule: each "
+        "micro-batch has a sample (only an epoch's last batch may be smaller). Remedy: "
+        f'micro_batches={batch_size} (or "auto"), or a batch_size of {wanted} or more'
+    )
+    raise OptionError(msg)
+
+
+def _refuse(name: str, value: object, rule: str) -> None:
+    msg = f"{name}={value!r} is not allowed. Rule: {name} is {rule}"
+    raise OptionError(msg)

@@ -1,0 +1,187 @@
+"""Record ``self.log`` per micro-batch where the loss is, merge, and replay it on every rank."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torchmetrics import Metric
+
+__all__ = ["LogRecord", "MergedLog", "merge_outputs", "merge_records", "recorded", "replay"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord:
+    """One call of ``self.log`` in one micro-batch."""
+
+    name: str
+    value: Tensor | None
+    metric: str | None
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MergedLog:
+    """One call of ``self.log`` for the whole batch, as one device would have made it."""
+
+    name: str
+    value: Tensor | None
+    metric: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
+    """Collect the calls of ``self.log`` (and ``log_dict``) instead of making them."""
+    records: list[LogRecord] = []
+    metric_names = {id(m): n for n, m in module.named_modules() if isinstance(m, Metric)}
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+        if isinstance(value, Mapping):
+            msg = f"self.log({name!r}, <dict>): log a dict with self.log_dict"
+            raise TypeError(msg)
+        if isinstance(value, Metric):
+            metric = metric_names.get(id(value))
+            cached = getattr(value, "_forward_cache", None)
+            records.append(LogRecord(name, _detached(cached), metric, options))
+            return
+        tensor = torch.as_tensor(value).detach().clone()
+        if tensor.is_meta:
+            msg = (
+                f"self.log({name!r}) logs a value that another stage computes. Rule: steps log "
+                "what the last stage has (its layers' outputs, the loss, the batch). Remedy: log "
+                "it after the network's call, from its output"
+            )
+            raise RuntimeError(msg)
+        records.append(LogRecord(name, tensor, None, options))
+
+    module.__dict__["log"] = log
+    try:
+        yield records
+    finally:
+        module.__dict__.pop("log", None)
+
+
+_LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+
+
+def _detached(value: Any) -> Tensor | None:
+    return value.detach().clone() if isinstance(value, Tensor) else None
+
+
+def merge_records(
+    records: Sequence[Sequence[LogRecord]], sizes: Sequence[int]
+) -> list[MergedLog]:
+    """Merge the records of each micro-batch into those of the batch.
+
+    Means are weighted by the micro-batch's samples (or by its ``batch_size`` argument), which is
+    exact for a mean over samples; sums, minima and maxima are what they say.
+
+    Args:
+        records: For each micro-batch, its records.
+        sizes: Samples of each micro-batch.
+    """
+    grouped: dict[str, list[tuple[LogRecord, float]]] = {}
+    for mine, size in zip(records, sizes, strict=True):
+        for record in mine:
+            given = record.options.get("batch_size")
+            grouped.setdefault(record.name, []).append(
+                (record, float(size if given is None else given))
+            )
+    return [_merge_one(name, entries, sum(sizes)) for name, entries in grouped.items()]
+
+
+def _merge_one(
+    name: str, entries: list[tuple[LogRecord, float]], num_samples: int
+) -> MergedLog:
+    first = entries[0][0]
+    options = dict(entries[-1][0].options)
+    if options.get("batch_size") is not None:
+        options["batch_size"] = int(sum(weight for _, weight in entries))
+    else:
+        options["batch_size"] = num_samples
+    values = [(r.value, weight) for r, weight in entries if r.value is not None]
+    if not values:
+        return MergedLog(name, None, first.metric, options)
+    stacked = torch.stack([v.double() for v, _ in values])
+    weights = torch.tensor([w for _, w in values], dtype=torch.float64, device=stacked.device)
+    merged = _reduced(stacked, weights, options.get("reduce_fx", "mean"))
+    dtype = values[0][0].dtype
+    return MergedLog(
+        name,
+        merged.to(dtype if dtype.is_floating_point else torch.get_default_dtype()),
+        first.metric,
+        options,
+    )
+
+
+def _reduced(values: Tensor, weights: Tensor, reduce_fx: str | Callable[..., Any]) -> Tensor:
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    match kind.lower():
+        case "mean" | "avg":
+            shaped = weights.reshape(-1, *[1] * (values.dim() - 1))
+            return (values * shaped).sum(0) / weights.sum()
+        case "sum":
+            return values.sum(0)
+        case "min" | "amin":
+            return values.amin(0)
+        case "max" | "amax":
+            return values.amax(0)
+        case _ if callable(reduce_fx):
+            return torch.as_tensor(reduce_fx(values))
+        case _:
+            msg = f"reduce_fx={reduce_fx!r} is none of mean, sum, min, max or a function"
+            raise ValueError(msg)
+
+
+def replay(module: LightningModule, logs: Sequence[MergedLog], device: torch.device) -> None:
+    """Make the merged calls of ``self.log`` on this rank."""
+    metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
+    for entry in logs:
+        value: Any = entry.value.to(device) if entry.value is not None else None
+        if entry.metric is not None:
+            metric = metrics[entry.metric]
+            metric._forward_cache = value
+            metric._update_count = max(1, metric._update_count)
+            metric._computed = None
+            value = metric
+        module.log(entry.name, value, **entry.options)
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Merge what the step returned for each micro-batch into one output for the batch.
+
+    Scalars are averaged with the micro-batches' samples as weights; tensors with as many rows as
+    their micro-batch has samples are concatenated; anything else keeps the last micro-batch's.
+
+    Example:
+        >>> merge_outputs([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [2, 1])
+        {'loss': tensor(2.)}
+    """
+    outputs = [tree_map_only(Tensor, lambda t: t.detach(), output) for output in outputs]
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [tree_flatten(output) for output in outputs]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return outputs[-1]
+    leaves = [_merge_leaf(list(column), sizes) for column in zip(*(f[0] for f in flat), strict=True)]
+    return tree_unflatten(leaves, flat[0][1])
+
+
+def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        return leaves[-1]
+    if all(leaf.dim() == 0 for leaf in leaves):
+        if not leaves[0].is_floating_point():
+            return leaves[-1]
+        weights = torch.tensor(sizes, dtype=torch.float64, device=leaves[0].device) / sum(sizes)
+        return (torch.stack([x.double() for x in leaves]) * weights).sum().to(leaves[0].dtype)
+    if all(leaf.dim() and leaf.shape[0] == n for leaf, n in zip(leaves, sizes, strict=True)):
+        if len({leaf.shape[1:] for leaf in leaves}) == 1:
+            return torch.cat(leaves)
+    return leaves[-1]

@@ -1,0 +1,311 @@
+"""The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
+from pipeswift_lightning.plan.planner import Plan, make_plan
+from pipeswift_lightning.plan.timeline import Timeline
+from pipeswift_lightning.runtime.agreement import require_agreement
+from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch
+from pipeswift_lightning.runtime.cut import CutError, LayerCut
+from pipeswift_lightning.runtime.executor import Executor
+from pipeswift_lightning.runtime.gradients import reduce_gradients
+from pipeswift_lightning.runtime.mesh import MeshGroups
+from pipeswift_lightning.runtime.messages import Channel
+from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
+from pipeswift_lightning.runtime.recorder import Recorder
+from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
+from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.runtime.transport import C10dTransport
+from pipeswift_lightning.runtime.watchdog import Progress
+from pipeswift_lightning.strategies.layer_costs import layer_costs
+from pipeswift_lightning.strategies.network import PipelinedNetwork
+from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.records import recorded
+from pipeswift_lightning.strategies.step import StepCall, StepProgram
+
+__all__ = ["PipelineSession"]
+
+
+class PipelineSession:
+    """Cuts the module at its first batch, then runs steps over the stages.
+
+    The order of the layers and what flows between them is discovered from the first batch, so
+    until then every rank holds the whole module; after it, only its share.
+
+    Args:
+        module: The user's module.
+        network: Its pipelined network.
+        groups: Process groups of the mesh; ``None`` in a single process.
+        options: What the user chose.
+        device: This rank's device.
+        progress: Read by the watchdog.
+        on_assembled: Called once the module has been cut.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        network: PipelinedNetwork,
+        groups: MeshGroups,
+        options: PipelineOptions,
+        device: torch.device,
+        progress: Progress,
+        on_assembled: Callable[[], None],
+    ) -> None:
+        self.module = module
+        self.network = network
+        self.groups = groups
+        self.options = options
+        self.device = device
+        self.partition: Partition | None = None
+        self.share: LocalShare | None = None
+        self.recorder = Recorder(groups.rank)
+        self.plan: Plan | None = None
+        self._progress = progress
+        self._on_assembled = on_assembled
+        self._traces: dict[Hashable, StepTrace] = {}
+        self._order: tuple[int, ...] = ()
+        self.cut = LayerCut(
+            network.module, network.layers, network_name=network.name, device=device
+        )
+        self._executor = Executor(
+            Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
+            range(groups.mesh.num_stages),
+            progress=progress,
+            recorder=self.recorder,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return self.groups.mesh.num_stages
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.groups.coordinate.stage
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the user's loss runs here."""
+        return self.stage == self.num_stages - 1
+
+    def open(self) -> None:
+        """Intercept the network's layers."""
+        if self.network.chain:
+            self.network.module.forward = partial(_run_chain, self.network.layers)
+        self.cut.install()
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def run(self, call: StepCall, batch: Any) -> StepProgram:
+        """Run one step over the pipeline.
+
+        Raises:
+            DisagreementError: The ranks drew different batches, or made different plans.
+            CutError: The step cannot be cut.
+        """
+        self._progress.step = (self._progress.step or 0) + 1
+        self._progress.doing = "comparing batch and plan with the other stages"
+        with preserved_rng(self.device):
+            trace = self._trace(call)
+            plan = self._plan(call)
+            self._agree(plan, batch)
+            first, last = self._range()
+            program = StepProgram(self.module, self.cut, trace, first, last, call)
+            self.recorder.begin()
+            row = plan.schedule.rows[self.stage]
+            self._executor.run(row, program, training=call.training)
+        return program
+
+    def _range(self) -> tuple[int, int]:
+        assert self.partition is not None  # noqa: S101 -- set by _trace
+        layers = self.partition.ranges[self.stage]
+        return layers.start, layers.stop
+
+    def _plan(self, call: StepCall) -> Plan:
+        assert self.partition is not None  # noqa: S101 -- set by _trace
+        from pipeswift_lightning.plan.microbatches import MicroBatches
+
+        plan = make_plan(
+            partition=self.partition,
+            micro_batches=MicroBatches(call.sizes),
+            schedule_name=self.options.schedule,
+            warm_up=self.options.warm_up,
+            training=call.training,
+            receive_window=self.options.receive_window,
+        )
+        if call.training:
+            self.plan = plan
+        return plan
+
+    def _agree(self, plan: Plan, batch: Any) -> None:
+        if self.num_stages == 1:
+            return
+        facts = {
+            "plan": plan.digest,
+            "micro-batches": str(plan.micro_batches.sizes),
+            "layers": str(self._order),
+            "batch": describe_batch(batch),
+            "samples (checksum)": str(batch_checksum(batch)),
+        }
+        require_agreement(facts, self.groups.pipeline, self.device)
+
+    # -- assembly -----------------------------------------------------------------------------
+
+    def _trace(self, call: StepCall) -> StepTrace | None:
+        """Return how the step's layers hang together; the first time, cut the module."""
+        if self.num_stages == 1:
+            self._assemble_single()
+            return None
+        first = call.micro_batches[0]
+        key = (call.hook, self.module.training, _structure(first))
+        trace = self._traces.get(key)
+        if trace is None:
+            trace = self._discover(call, first)
+            if self.partition is None:
+                self._assemble(trace)
+            self._check_fits(trace, call.hook)
+            self._traces[key] = trace
+        return trace
+
+    def _discover(self, call: StepCall, first: Any) -> StepTrace:
+        step = partial(getattr(self.module, call.hook), first, *call.rest)
+        reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
+        with recorded(self.module), torch.no_grad(), call.context():
+            return self.cut.discover(step, step_name=call.hook)
+
+    def _assemble_single(self) -> None:
+        if self.partition is None:
+            self.partition = explicit_partition(
+                max(1, len(self.network.layers)), starts=[0]
+            )
+            self._on_assembled()
+
+    def _assemble(self, trace: StepTrace) -> None:
+        self.partition = self._solve(trace)
+        self._order = trace.order
+        owners = find_owners(self.module, self.network.layers, trace, self.partition)
+        self.groups.create_shared(list(owners.shared()))
+        self.share = LocalShare(
+            self.module, owners, ParameterTable.of(self.module), self.stage
+        )
+        self.share.give_up_foreign()
+        self._on_assembled()
+
+    def _solve(self, trace: StepTrace) -> Partition:
+        """Split the layers; layers that no cut may part stay together."""
+        if self.options.partition is not None:
+            partition = explicit_partition(
+                trace.num_layers, layers_per_stage=self.options.partition
+            )
+            for start in partition.starts[1:]:
+                if start in trace.unnameable:
+                    msg = (
+                        f"partition={list(self.options.partition)} cuts before layer {start}, but "
+                        f"{trace.unnameable[start]}. Remedy: move the cut, or return coarser "
+                        "layers from configure_pipeline()"
+                    )
+                    raise CutError(msg)
+            return partition
+        costs = layer_costs(self.module, self.network.layers, trace)
+        starts = [i for i in range(trace.num_layers) if i == 0 or i not in trace.unnameable]
+        bounds = [*starts, trace.num_layers]
+        if len(starts) < self.num_stages:
+            reasons = "; ".join(dict.fromkeys(trace.unnameable.values())) or "it has no more layers"
+            msg = (
+                f"{self.network.name} can be cut into {len(starts)} stages at most, but "
+                f"{self.num_stages} are asked for: {reasons}. Remedy: fewer stages, or return "
+                "other layers from configure_pipeline()"
+            )
+            raise CutError(msg)
+        units = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        solved = solve_partition(units, self.num_stages)
+        return Partition(tuple(starts[i] for i in solved.starts), trace.num_layers)
+
+    def _check_fits(self, trace: StepTrace, hook: str) -> None:
+        assert self.partition is not None and self.share is not None  # noqa: S101, PT018
+        if trace.order != self._order:
+            msg = (
+                f"{hook} calls the layers of {self.network.name} in the order {trace.order}, but "
+                f"the stages were cut for the order {self._order}. Rule: all steps call the same "
+                "layers in the same order"
+            )
+            raise CutError(msg)
+        owners = find_owners(self.module, self.network.layers, trace, self.partition)
+        for name, stages in owners.parameters.items():
+            used = any(self._name_of(key) == name for key in trace.parameter_gaps)
+            missing = set(stages) - set(self.share.owners.parameters[name])
+            if used and missing:
+                msg = (
+                    f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
+                    f"stage {self.share.owners.parameters[name]} only. Rule: code outside the "
+                    "layers uses a parameter at the same place in all steps. Remedy: make the "
+                    "module that holds it a layer, by configure_pipeline()"
+                )
+                raise CutError(msg)
+
+    def _name_of(self, key: int) -> str | None:
+        assert self.share is not None  # noqa: S101 -- only called once assembled
+        return ParameterTable.of(self.module).names.get(key, self.share.table.names.get(key))
+
+    # -- gradients, timeline, end -------------------------------------------------------------
+
+    def reduce_gradients(self) -> None:
+        """Sum shared parameters over their stages, and average over the replicas."""
+        if self.share is None:
+            own = [p for p in self.module.parameters() if p.requires_grad]
+            shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        else:
+            shared = self.share.shared_groups(self.groups)
+            in_shared = {id(p) for parameters in shared.values() for p in parameters}
+            own = [p for p in self.share.local().values() if id(p) not in in_shared]
+        replicas = self.groups.replicas if self.groups.mesh.num_replicas > 1 else None
+        reduce_gradients(own, shared, replicas)
+
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that live on this stage."""
+        if self.share is None:
+            return dict(self.module.named_parameters())
+        return self.share.local()
+
+    def timeline(self) -> Timeline:
+        """The last step of this rank's pipeline; collective over the pipeline."""
+        every: list[Any] = [None] * self.num_stages
+        dist.all_gather_object(every, self.recorder.events(), group=self.groups.pipeline)
+        events = tuple(event for events in every for event in events)
+        return Timeline(events=events, num_ranks=self.groups.mesh.world_size)
+
+    def close(self, *, bring_back: bool) -> None:
+        """Make the module whole again (unless the peers are gone) and let go of it."""
+        self.cut.remove()
+        if self.network.chain:
+            self.network.module.__dict__.pop("forward", None)
+        if bring_back and self.share is not None:
+            self.share.bring_back(self.groups, self.device)
+        self.share = None
+
+
+def _run_chain(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    value = layers[0](*args, **kwargs)
+    for layer in layers[1:]:
+        value = layer(value)
+    return value
+
+
+def _structure(batch: Any) -> Hashable:
+    leaves, spec = tree_flatten(batch)
+    return str(spec), tuple(
+        (str(x.dtype), x.ndim) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves
+    )
+
+

@@ -1,0 +1,135 @@
+"""The user's step as a stage program: what the executor runs for each micro-batch."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from typing_extensions import override
+
+from pipeswift_lightning.runtime.batching import batch_signature
+from pipeswift_lightning.runtime.cut import Boundary, LayerCut
+from pipeswift_lightning.runtime.executor import StageProgram
+from pipeswift_lightning.runtime.rng import reseeder
+from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.records import LogRecord, recorded
+
+__all__ = ["StepCall", "StepProgram"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCall:
+    """One call of a step hook on one batch, split into micro-batches.
+
+    Attributes:
+        hook: ``"training_step"``, ``"validation_step"`` and so on.
+        micro_batches: The micro-batches.
+        rest: The hook's arguments after the batch.
+        sizes: Samples of each micro-batch.
+        seed: Seeds of the step's random streams.
+        loss_divisor: Divides the loss before its backward (``accumulate_grad_batches``).
+        context: The precision plugin's context for the hook.
+    """
+
+    hook: str
+    micro_batches: Sequence[Any]
+    rest: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    seed: tuple[int, ...]
+    loss_divisor: int
+    context: Callable[[], AbstractContextManager[Any]]
+
+    @property
+    def training(self) -> bool:
+        """Whether the step is differentiated."""
+        return self.hook == "training_step"
+
+
+@dataclass(slots=True)
+class StepProgram(StageProgram):
+    """Runs the layers of one stage within the user's step.
+
+    Attributes:
+        outputs: On the last stage, what the step returned for each micro-batch, by id.
+        records: On the last stage, its calls of ``self.log``.
+    """
+
+    module: LightningModule
+    cut: LayerCut
+    trace: StepTrace | None
+    first: int
+    last: int
+    call: StepCall
+    outputs: dict[int, Any] = field(default_factory=dict)
+    records: dict[int, list[LogRecord]] = field(default_factory=dict)
+    _signatures: dict[int, Hashable] = field(default_factory=dict)
+
+    @override
+    def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
+        call = self.call
+        step = partial(
+            getattr(self.module, call.hook), call.micro_batches[micro_batch], *call.rest
+        )
+        with recorded(self.module) as records, call.context():
+            result = self.cut.run(
+                step,
+                step_name=call.hook,
+                trace=self.trace,
+                first=self.first,
+                last=self.last,
+                received=received if received is not None else (),
+                reseed=reseeder(self.cut.device, *call.seed, micro_batch),
+            )
+        if isinstance(result, Boundary):
+            return result.values
+        self.outputs[micro_batch] = _without_graph(result.output)
+        self.records[micro_batch] = records
+        return self._loss(result.output, micro_batch) if call.training else None
+
+    def _loss(self, output: Any, micro_batch: int) -> Tensor | None:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if loss is None:
+            return None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            msg = (
+                f"training_step returned {type(output).__name__} for a micro-batch. Rule: it "
+                "returns the loss as a tensor of one element, a dict with the key 'loss', or None"
+            )
+            raise TypeError(msg)
+        if loss.is_meta:
+            msg = (
+                "the loss depends on a value that an earlier stage computes and no layer passes "
+                "on. Rule: what crosses a cut is an argument or an output of a layer. Remedy: "
+                "compute it from the network's output or from the batch, or name the layers in "
+                "configure_pipeline()"
+            )
+            raise RuntimeError(msg)
+        weight = self.call.sizes[micro_batch] / sum(self.call.sizes)
+        return loss * (weight / self.call.loss_divisor)
+
+    @override
+    def backward(self, micro_batch: int, loss: Tensor) -> None:
+        self.module.backward(loss)
+
+    @override
+    def signature(self, micro_batch: int) -> Hashable:
+        known = self._signatures.get(micro_batch)
+        if known is None:
+            known = (self.call.hook, batch_signature(self.call.micro_batches[micro_batch]))
+            self._signatures[micro_batch] = known
+        return known
+
+
+def _without_graph(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.detach()
+    if isinstance(output, dict):
+        return {k: _without_graph(v) for k, v in output.items()}
+    if isinstance(output, list | tuple) and not hasattr(output, "_fields"):
+        return type(output)(_without_graph(v) for v in output)
+    return output
+
+
