@@ -1,6 +1,6 @@
 """A small causal language model over bytes, written as for one device.
 
-Shapes: ``B`` samples, ``T`` tokens a sample (padded), ``C`` channels, ``V`` tokens in the vocabulary.
+Shapes: ``B`` samples, ``T`` tokens a sample (padded), ``C`` channels, ``V`` tokens in all.
 """
 
 import math
@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.nn import functional
 from typing_extensions import override
 
 __all__ = ["GPT", "Block", "GPTModule", "per_sample_loss", "warm_up_cosine"]
@@ -29,7 +29,8 @@ class Block(nn.Module):
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ValueError(f"dim must be a multiple of num_heads, got {dim=} and {num_heads=}")
+            message = f"dim must be a multiple of num_heads, got {dim=} and {num_heads=}"
+            raise ValueError(message)
         self.num_heads = num_heads
         self.attention_norm = nn.LayerNorm(dim)
         self.qkv = nn.Linear(dim, 3 * dim)
@@ -48,7 +49,8 @@ class Block(nn.Module):
         row is never empty (softmax over nothing is NaN) wherever the padding lies.
         """
         x = x + self.dropout(self._attend(self.attention_norm(x), mask))
-        return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        y: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return y
 
     def _attend(self, x: Tensor, mask: Tensor) -> Tensor:
         length = x.shape[1]
@@ -57,7 +59,7 @@ class Block(nn.Module):
         visible = (square.tril() & mask[:, None, None, :]) | itself  # [B, 1, T, T]
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = heads.unbind(0)  # each [B, heads, T, C / heads]
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         y: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
         return y
 
@@ -94,7 +96,7 @@ class GPT(nn.Module):
 
     @override
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return logits ``[B, T, V]`` for ``tokens`` ``[B, T]``; ``mask`` is true at real tokens."""
+        """Return logits ``[B, T, V]`` for ``tokens`` of ``[B, T]``; ``mask`` as for a block."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.position(positions)
         for block in self.blocks:
@@ -122,7 +124,7 @@ def per_sample_loss(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     Returns:
         ``[B]``.
     """
-    token_loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    token_loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     token_loss = token_loss.view_as(targets).masked_fill(~mask, 0.0)
     return token_loss.sum(1) / mask.sum(1)
 

@@ -11,16 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from textwrap import dedent
+from typing import cast
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 __all__ = ["PAD", "TextDataModule", "collate", "definitions", "paragraphs"]
 
 PAD = 256
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 SKIPPED_FOLDERS = frozenset({"__pycache__", "idlelib", "site-packages", "test", "tests"})
 
 
@@ -38,14 +40,12 @@ def text_files(root: Path, suffix: str = "") -> Iterator[Path]:
             name for name in subfolders if name not in SKIPPED_FOLDERS and name[0] != "."
         )
         yield from (
-            Path(folder, name)
-            for name in sorted(names)
-            if name.endswith(suffix) and name[0] != "."
+            Path(folder, name) for name in sorted(names) if name.endswith(suffix) and name[0] != "."
         )
 
 
 def definitions(source: str) -> Iterator[str]:
-    """Yield each function of a Python source, and each class up to its first function.
+    r"""Yield each function of a Python source, and each class up to its first function.
 
     No line is yielded twice, so that no sample holds another one.
 
@@ -53,8 +53,8 @@ def definitions(source: str) -> Iterator[str]:
         SyntaxError: ``source`` is not Python.
 
     Example:
-        >>> list(definitions("class A:\\n  x = 1\\n  def f(self): ...\\n"))
-        ['class A:\\n  x = 1', 'def f(self): ...']
+        >>> list(definitions("class A:\n  x = 1\n  def f(self): ...\n"))
+        ['class A:\n  x = 1', 'def f(self): ...']
     """
     lines = source.split("\n")  # not splitlines(): a form feed ends no line for ast
     with warnings.catch_warnings():
@@ -62,11 +62,11 @@ def definitions(source: str) -> Iterator[str]:
         nodes: list[ast.stmt] = list(reversed(ast.parse(source).body))
     while nodes:
         node = nodes.pop()
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if not isinstance(node, DEFINITIONS):
             continue
         last = node.end_lineno or node.lineno
         if isinstance(node, ast.ClassDef):
-            inner = [n for n in node.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
+            inner = [n for n in node.body if isinstance(n, DEFINITIONS)]
             last = min([last, *(_first_line(n) - 1 for n in inner)])
             nodes.extend(reversed(node.body))
         yield dedent("\n".join(lines[_first_line(node) - 1 : last]))
@@ -77,11 +77,11 @@ def _first_line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> 
 
 
 def paragraphs(text: str) -> Iterator[str]:
-    """Yield the pieces of ``text`` between blank lines.
+    r"""Yield the pieces of ``text`` between blank lines.
 
     Example:
-        >>> list(paragraphs("one\\ntwo\\n\\n\\nthree\\n"))
-        ['one\\ntwo', 'three']
+        >>> list(paragraphs("one\ntwo\n\n\nthree\n"))
+        ['one\ntwo', 'three']
     """
     lines: list[str] = []
     for line in [*text.split("\n"), ""]:
@@ -163,7 +163,8 @@ class TextDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         if val_every < 2:
-            raise ValueError(f"val_every must be at least 2, got {val_every}")
+            message = f"val_every must be at least 2, got {val_every}"
+            raise ValueError(message)
         self.path = path
         self.batch_size = batch_size
         self.max_len = max_len
@@ -185,27 +186,29 @@ class TextDataModule(LightningDataModule):
     def _read(self) -> list[bytes]:
         root = Path(self.path or sysconfig.get_paths()["stdlib"])
         if not root.exists():
-            raise FileNotFoundError(f"no text to train on: {root} does not exist")
+            message = f"no text to train on: {root} does not exist"
+            raise FileNotFoundError(message)
         max_bytes = self.max_len + 1  # tokens and targets are each one byte shorter
         found: Iterable[bytes] = (_any_text if self.path else _standard_library)(root, max_bytes)
         samples = list(islice((s for s in found if len(s) >= 2), self.max_samples))
         if len(samples) < 2:
-            raise ValueError(f"need at least 2 samples of text, found {len(samples)} in {root}")
+            message = f"need at least 2 samples of text, found {len(samples)} in {root}"
+            raise ValueError(message)
         return samples
 
     @override
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def train_dataloader(self) -> DataLoader[bytes]:
         """Return shuffled batches of the training samples."""
         return self._loader(self.train_samples, shuffle=True)
 
     @override
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+    def val_dataloader(self) -> DataLoader[bytes]:
         """Return the validation samples, in order."""
         return self._loader(self.val_samples, shuffle=False)
 
-    def _loader(self, samples: list[bytes], *, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
+    def _loader(self, samples: list[bytes], *, shuffle: bool) -> DataLoader[bytes]:
         return DataLoader(
-            samples,  # type: ignore[arg-type] -- a list serves as a map-style data set
+            cast("Dataset[bytes]", samples),  # a list has all that a DataLoader asks for
             batch_size=self.batch_size,
             shuffle=shuffle,
             collate_fn=collate,
