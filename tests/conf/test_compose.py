@@ -1,0 +1,74 @@
+"""Every file of ``conf/`` composes, builds what it names, and says when to choose it."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+CONF = Path(__file__).parents[2] / "conf"
+FILES = sorted(CONF.glob("*/*.yaml"))
+WHOLE = ("experiment", "debug")  # these set up several groups at once
+PARTS = [f"{path.parent.name}={path.stem}" for path in FILES if path.parent.name not in WHOLE]
+SET_UPS = [f"{path.parent.name}={path.stem}" for path in FILES if path.parent.name in WHOLE]
+ROOTS = {"hydra", "paths"}  # plain values: nothing to build
+
+
+def composed(folder: Path, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(
+            "train",
+            overrides=[
+                *overrides,
+                f"paths.output_dir={folder}",
+                f"paths.log_dir={folder}",
+            ],
+        )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_file_says_when_to_choose_it(path) -> None:
+    comment = [line for line in path.read_text().split("\n") if line.startswith("# ")]
+    assert "Choose " in " ".join(comment)
+
+
+@pytest.mark.parametrize("option", PARTS)
+def test_every_option_builds(option, tmp_path) -> None:
+    group, name = option.split("=")
+    needs = {"text": [f"data.path={tmp_path}"], "gpu": ["trainer.accelerator=cpu"]}.get(name, [])
+    cfg = composed(tmp_path, option, *needs)
+    if group in ROOTS:
+        return
+    if group == "trainer":
+        instantiate(cfg.trainer, logger=False)
+    elif name == "none":
+        assert dict(instantiate(cfg[group])) == {}
+    else:
+        assert instantiate(cfg[group]) is not None
+
+
+@pytest.mark.parametrize("option", SET_UPS)
+def test_every_experiment_and_debug_option_composes(option, tmp_path) -> None:
+    cfg = composed(tmp_path, option)
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    instantiate(cfg.model)
+    instantiate(cfg.data)
+    instantiate(cfg.trainer, logger=False)
+
+
+def test_a_whole_set_up_has_the_last_word(tmp_path) -> None:
+    cfg = composed(tmp_path, "experiment=gpt_tiny", "debug=default")
+    assert (cfg.trainer.devices, cfg.model.dim) == (1, 32)
+    assert instantiate(cfg.strategy) == "auto"
+
+
+def test_path_of_a_text_can_be_given_with_any_data_group(tmp_path) -> None:
+    for overrides in ([], ["data=text"]):
+        cfg = composed(tmp_path, *overrides, "data.path=some/folder")
+        assert instantiate(cfg.data).path == "some/folder"
+
+
+def test_model_and_data_agree_on_the_longest_sample(tmp_path) -> None:
+    cfg = composed(tmp_path, "data.max_len=17")
+    assert instantiate(cfg.model).hparams.max_len == 17
