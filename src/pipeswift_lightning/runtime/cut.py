@@ -285,7 +285,7 @@ class LayerCut:
     def _skip(
         self, run: _Run, index: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        assert run.trace is not None  # noqa: S101 -- only a traced run has a first layer > 0
+        assert run.trace is not None
         position = run.position - 1
         leaves, _ = tree_flatten((args, kwargs))
         self._remember(run, leaves, run.trace.inputs[position])
@@ -380,8 +380,8 @@ def _left(mode: AbsentMode | None) -> Iterator[None]:
     if mode is None:
         yield
         return
-    mode.__exit__(None, None, None)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]

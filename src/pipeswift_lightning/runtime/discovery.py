@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from typing_extensions import override
 
 from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
 from pipeswift_lightning.runtime.trace import StepTrace, Value
@@ -14,7 +15,7 @@ from pipeswift_lightning.runtime.trace import StepTrace, Value
 __all__ = ["Discovery", "DiscoveryDone", "LayerCalledTwiceError"]
 
 
-class DiscoveryDone(BaseException):  # noqa: N818 -- a signal, not an error
+class DiscoveryDone(BaseException):
     """Ends discovery once the network has returned, before the user's loss and metrics run."""
 
 
@@ -33,6 +34,7 @@ class _TracingMode(AbsentMode):
         super().__init__(device, absent_parameters=True, on_parameter=discovery.note_parameter)
         self._discovery = discovery
 
+    @override
     def _run_absent(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -94,9 +96,7 @@ class Discovery:
 
     # -- told by the cut ----------------------------------------------------------------------
 
-    def call_layer(
-        self, index: int, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def call_layer(self, index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record the call of layer ``index`` and return its absent output."""
         if index in self.order:
             msg = (

@@ -2,7 +2,7 @@
 
 import os
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.mesh import MeshGroups
@@ -28,9 +28,9 @@ class FailureWatch:
         if groups.mesh.world_size == 1:
             return
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(
+        store = PrefixStore(
             f"pipeswift/watchdog/{restart}/{self._runs}",
-            dist.distributed_c10d._get_default_store(),
+            _get_default_store(),
         )
         self._runs += 1
         self._told = False
