@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
 __all__ = ["AbsentMode", "AbsentValueError", "to_absent"]
 
-_DEVICE_GETTER = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
 _READS = {
@@ -75,6 +76,7 @@ class AbsentMode(TorchFunctionMode):
         self.on_parameter = on_parameter
         self.resolve = resolve if resolve is not None else {}
 
+    @override
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -137,7 +139,7 @@ class AbsentMode(TorchFunctionMode):
         return self.resolve.get(id(tensor), tensor) if tensor.is_meta else tensor
 
     def _note(self, parameter: nn.Parameter) -> nn.Parameter:
-        assert self.on_parameter is not None  # noqa: S101 -- checked by the caller
+        assert self.on_parameter is not None
         self.on_parameter(parameter)
         return parameter
 

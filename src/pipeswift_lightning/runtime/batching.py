@@ -1,8 +1,9 @@
-"""Split a collated batch into micro-batches, and describe batches so that ranks can compare them."""
+"""Split a collated batch into micro-batches; describe batches so that ranks can compare them."""
 
 import dataclasses
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
         msg = f"micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total}"
         raise BatchError(msg)
     bounds = np.cumsum([0, *sizes]).tolist()
-    return [_slice(batch, a, b, total) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [_slice(batch, a, b, total) for a, b in pairwise(bounds)]
 
 
 def _slice(value: Any, start: int, stop: int, total: int) -> Any:
@@ -167,5 +168,3 @@ def _sample(tensor: Tensor) -> bytes:
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     step = max(1, flat.numel() * flat.element_size() // _SAMPLED_BYTES)
     return flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-

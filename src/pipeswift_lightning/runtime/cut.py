@@ -7,7 +7,7 @@ a stage executes its own layers and the code between them, and each mask or posi
 on the batch alone is computed where it is used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,10 +115,17 @@ class LayerCut:
 
     # -- discovery ----------------------------------------------------------------------------
 
-    def discover(self, step: Callable[[], Any], *, step_name: str) -> StepTrace:
+    def discover(
+        self, step: Callable[[], Any], *, step_name: str, names: Mapping[int, str]
+    ) -> StepTrace:
         """Run ``step`` once on absent values, and return the order and flow of its layers.
 
         Nothing is computed and no rank is needed: every rank finds the same trace by itself.
+
+        Args:
+            step: The user's step with its arguments bound.
+            step_name: How errors name the step.
+            names: Names of the module's parameters, by ``id``.
 
         Raises:
             CutError: The step calls no layer, or one of them twice.
@@ -142,7 +149,7 @@ class LayerCut:
                 'PipeSwiftStrategy(network="...")'
             )
             raise CutError(msg)
-        return discovery.trace()
+        return discovery.trace(names)
 
     def _discover_once(self, discovery: Discovery, step: Callable[[], Any]) -> None:
         self._discovery = discovery
@@ -285,7 +292,7 @@ class LayerCut:
     def _skip(
         self, run: _Run, index: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        assert run.trace is not None  # noqa: S101 -- only a traced run has a first layer > 0
+        assert run.trace is not None
         position = run.position - 1
         leaves, _ = tree_flatten((args, kwargs))
         self._remember(run, leaves, run.trace.inputs[position])
@@ -380,8 +387,8 @@ def _left(mode: AbsentMode | None) -> Iterator[None]:
     if mode is None:
         yield
         return
-    mode.__exit__(None, None, None)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]

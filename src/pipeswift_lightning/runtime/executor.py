@@ -24,8 +24,8 @@ from pipeswift_lightning.plan.instructions import (
 from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.runtime.communication import communicating
 from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending
-from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.progress import Progress
+from pipeswift_lightning.runtime.recorder import Recorder
 
 __all__ = ["Executor", "StageProgram"]
 
@@ -184,7 +184,7 @@ class Executor:
                 if saved.loss is not None:
                     program.backward(micro_batch, saved.loss)
             elif saved.edges:
-                torch.autograd.backward(saved.edges, gradients)  # type: ignore[arg-type]
+                torch.autograd.backward(saved.edges, gradients)
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise
@@ -272,9 +272,7 @@ class Executor:
 
 def _differentiable(received: Any) -> list[Tensor]:
     """Return the received tensors whose gradient goes back; they have been marked by the sender."""
-    return [
-        x for x in tree_flatten(received)[0] if isinstance(x, Tensor) and x.requires_grad
-    ]
+    return [x for x in tree_flatten(received)[0] if isinstance(x, Tensor) and x.requires_grad]
 
 
 def _note(error: Exception, what: str, stage: int, micro_batch: int) -> None:

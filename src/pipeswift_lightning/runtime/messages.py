@@ -192,7 +192,7 @@ class Channel:
             self._start(head, layout)
         for work in pending.works:
             work.wait()
-        assert pending.layout is not None  # noqa: S101 -- set with works
+        assert pending.layout is not None
         tensors, pending.tensors = pending.tensors, []
         if not pending.is_gradient:
             for tensor, spec in zip(tensors, pending.layout.tensors, strict=True):

@@ -61,9 +61,7 @@ class StepRunner:
         total = num_samples(batch)
         training = hook is StepHook.TRAINING
         smaller = not training or total < self._largest_batch
-        plan = self._options.sizes(
-            total, self._session.num_stages, may_be_smaller=smaller
-        )
+        plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer

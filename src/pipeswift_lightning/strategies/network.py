@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
+from typing_extensions import override
 
 __all__ = ["NetworkError", "PipelinedNetwork", "find_network"]
 
@@ -113,7 +114,7 @@ def _named(module: LightningModule, name: str) -> nn.Module:
         raise NetworkError(msg) from None
 
 
-def _hook(module: nn.Module) -> Callable[[], Sequence[Any]] | None:
+def _hook(module: nn.Module) -> Callable[[], Any] | None:
     hook = getattr(module, "configure_pipeline", None)
     return hook if callable(hook) else None
 
@@ -125,16 +126,16 @@ class _Wrapped(nn.Module):
         super().__init__()
         self._function = function
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
         return self._function(*args, **kwargs)
 
 
-def _hooked_layers(hook: Callable[[], Sequence[Any]]) -> tuple[nn.Module, ...]:
+def _hooked_layers(hook: Callable[[], Any]) -> tuple[nn.Module, ...]:
     returned = hook()
-    entries = list(returned) if isinstance(returned, list | tuple | nn.ModuleList) else None
-    if isinstance(returned, nn.Sequential):
-        entries = list(returned)
+    is_listing = isinstance(returned, list | tuple | nn.ModuleList | nn.Sequential)
+    entries = list(returned) if is_listing else None
     if not entries or not all(callable(entry) for entry in entries):
         msg = (
             f"configure_pipeline() returned {returned!r}. Rule: it returns the network's layers "

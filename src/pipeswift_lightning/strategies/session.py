@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
@@ -129,14 +131,12 @@ class PipelineSession:
         return program
 
     def _range(self) -> tuple[int, int]:
-        assert self.partition is not None  # noqa: S101 -- set by _trace
+        assert self.partition is not None
         layers = self.partition.ranges[self.stage]
         return layers.start, layers.stop
 
     def _plan(self, call: StepCall) -> Plan:
-        assert self.partition is not None  # noqa: S101 -- set by _trace
-        from pipeswift_lightning.plan.microbatches import MicroBatches
-
+        assert self.partition is not None
         plan = make_plan(
             partition=self.partition,
             micro_batches=MicroBatches(call.sizes),
@@ -176,7 +176,8 @@ class PipelineSession:
             trace = self._discover(call, first)
             if self.partition is None:
                 self._assemble(trace)
-            self._check_fits(trace, call.hook)
+            else:
+                self._check_fits(trace, call.hook)
             self._traces[key] = trace
         return trace
 
@@ -184,13 +185,12 @@ class PipelineSession:
         step = partial(getattr(self.module, call.hook), first, *call.rest)
         reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
         with recorded(self.module), torch.no_grad(), call.context():
-            return self.cut.discover(step, step_name=call.hook)
+            names = ParameterTable.of(self.module).names
+            return self.cut.discover(step, step_name=call.hook, names=names)
 
     def _assemble_single(self) -> None:
         if self.partition is None:
-            self.partition = explicit_partition(
-                max(1, len(self.network.layers)), starts=[0]
-            )
+            self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
@@ -198,9 +198,7 @@ class PipelineSession:
         self._order = trace.order
         owners = find_owners(self.module, self.network.layers, trace, self.partition)
         self.groups.create_shared(list(owners.shared()))
-        self.share = LocalShare(
-            self.module, owners, ParameterTable.of(self.module), self.stage
-        )
+        self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
         self.share.give_up_foreign()
         self._on_assembled()
 
@@ -230,12 +228,12 @@ class PipelineSession:
                 "other layers from configure_pipeline()"
             )
             raise CutError(msg)
-        units = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        units = [sum(costs[a:b]) for a, b in pairwise(bounds)]
         solved = solve_partition(units, self.num_stages)
         return Partition(tuple(starts[i] for i in solved.starts), trace.num_layers)
 
     def _check_fits(self, trace: StepTrace, hook: str) -> None:
-        assert self.partition is not None and self.share is not None  # noqa: S101, PT018
+        assert self.partition is not None and self.share is not None  # noqa: PT018
         if trace.order != self._order:
             msg = (
                 f"{hook} calls the layers of {self.network.name} in the order {trace.order}, but "
@@ -245,9 +243,8 @@ class PipelineSession:
             raise CutError(msg)
         owners = find_owners(self.module, self.network.layers, trace, self.partition)
         for name, stages in owners.parameters.items():
-            used = any(self._name_of(key) == name for key in trace.parameter_gaps)
             missing = set(stages) - set(self.share.owners.parameters[name])
-            if used and missing:
+            if name in trace.parameter_gaps and missing:
                 msg = (
                     f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
                     f"stage {self.share.owners.parameters[name]} only. Rule: code outside the "
@@ -255,10 +252,6 @@ class PipelineSession:
                     "module that holds it a layer, by configure_pipeline()"
                 )
                 raise CutError(msg)
-
-    def _name_of(self, key: int) -> str | None:
-        assert self.share is not None  # noqa: S101 -- only called once assembled
-        return ParameterTable.of(self.module).names.get(key, self.share.table.names.get(key))
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
@@ -279,6 +272,13 @@ class PipelineSession:
         if self.share is None:
             return dict(self.module.named_parameters())
         return self.share.local()
+
+    def counted_parameters(self) -> set[int]:
+        """``id`` of the parameters that this stage counts in global norms: shared ones once."""
+        if self.share is None:
+            return {id(p) for p in self.module.parameters()}
+        owners = self.share.owners.parameters
+        return {id(p) for n, p in self.share.local().items() if owners[n][0] == self.stage}
 
     def timeline(self) -> Timeline:
         """The last step of this rank's pipeline; collective over the pipeline."""
@@ -309,5 +309,3 @@ def _structure(batch: Any) -> Hashable:
     return str(spec), tuple(
         (str(x.dtype), x.ndim) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves
     )
-
-

@@ -70,9 +70,7 @@ class StepProgram(StageProgram):
     @override
     def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
         call = self.call
-        step = partial(
-            getattr(self.module, call.hook), call.micro_batches[micro_batch], *call.rest
-        )
+        step = partial(getattr(self.module, call.hook), call.micro_batches[micro_batch], *call.rest)
         with recorded(self.module) as records, call.context():
             result = self.cut.run(
                 step,
@@ -131,5 +129,3 @@ def _without_graph(output: Any) -> Any:
     if isinstance(output, list | tuple) and not hasattr(output, "_fields"):
         return type(output)(_without_graph(v) for v in output)
     return output
-
-

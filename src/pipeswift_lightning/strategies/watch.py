@@ -1,6 +1,7 @@
 """The watchdog of one Trainer call."""
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.mesh import MeshGroups
@@ -68,14 +69,14 @@ class FailureWatch:
         )
 
 
-def _fresh_store(rank: int) -> dist.PrefixStore:
+def _fresh_store(rank: int) -> PrefixStore:
     """Return a part of the default store that no earlier run has written to.
 
     Rank 0 counts the runs and tells the others: a process may see many strategies (one after the
     other on one process group, or over a launcher's store that outlives restarts), and ranks that
     join late have not seen them all.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = _get_default_store()
     box = [store.add("pipeswift/runs", 1) if rank == 0 else 0]
     dist.broadcast_object_list(box, src=0)
-    return dist.PrefixStore(f"pipeswift/watchdog/{box[0]}", store)
+    return PrefixStore(f"pipeswift/watchdog/{box[0]}", store)
