@@ -51,9 +51,11 @@ class Base(LightningModule):
         self.log(f"{prefix}/loss", mean, prog_bar=True, **both)
         self.log(f"{prefix}/synced", mean, sync_dist=True, batch_size=n, **both)
         self.log_dict({f"{prefix}/a": mean * 2, f"{prefix}/b": mean + 1}, **both)
-        self.log(f"{prefix}/worst", per_sample.max(), reduce_fx="max", on_step=False, on_epoch=True)
-        self.log(f"{prefix}/best", per_sample.min(), reduce_fx="min", on_step=False, on_epoch=True)
-        self.log(f"{prefix}/count", float(n), reduce_fx="sum", on_step=False, on_epoch=True)
+        worst, best, total = per_sample.max(), per_sample.min(), per_sample.sum()
+        self.log(f"{prefix}/worst", worst, reduce_fx="max", on_step=False, on_epoch=True)
+        self.log(f"{prefix}/best", best, reduce_fx=torch.min, sync_dist=True, **both)
+        self.log(f"{prefix}/total", total, reduce_fx="sum", sync_dist=True, **both)
+        self.log(f"{prefix}/count", n, reduce_fx="sum", on_step=False, on_epoch=True)
         self.log(f"{prefix}/plain", mean)
 
     def per_sample(self, batch: Any) -> Tensor:
