@@ -102,7 +102,7 @@ class Block(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # a key's bias has no gradient
         self.out = nn.Linear(WIDTH, WIDTH)
         self.dropout = dropout
 
