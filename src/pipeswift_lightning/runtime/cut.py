@@ -7,7 +7,7 @@ a stage executes its own layers and the code between them, and each mask or posi
 on the batch alone is computed where it is used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,10 +115,17 @@ class LayerCut:
 
     # -- discovery ----------------------------------------------------------------------------
 
-    def discover(self, step: Callable[[], Any], *, step_name: str) -> StepTrace:
+    def discover(
+        self, step: Callable[[], Any], *, step_name: str, names: Mapping[int, str]
+    ) -> StepTrace:
         """Run ``step`` once on absent values, and return the order and flow of its layers.
 
         Nothing is computed and no rank is needed: every rank finds the same trace by itself.
+
+        Args:
+            step: The user's step with its arguments bound.
+            step_name: How errors name the step.
+            names: Names of the module's parameters, by ``id``.
 
         Raises:
             CutError: The step calls no layer, or one of them twice.
@@ -142,7 +149,7 @@ class LayerCut:
                 'PipeSwiftStrategy(network="...")'
             )
             raise CutError(msg)
-        return discovery.trace()
+        return discovery.trace(names)
 
     def _discover_once(self, discovery: Discovery, step: Callable[[], Any]) -> None:
         self._discovery = discovery

@@ -1,7 +1,7 @@
 """One pass of the step over absent values: which layers, in which order, fed by what."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -157,8 +157,8 @@ class Discovery:
             self._last_use[value] = max(self._last_use[value], boundary)
         return value
 
-    def trace(self) -> StepTrace:
-        """Return what was seen."""
+    def trace(self, names: Mapping[int, str]) -> StepTrace:
+        """Return what was seen; ``names`` names the module's parameters by ``id``."""
         unnameable: dict[int, str] = {}
         for created, last in self._unnamed_uses:
             for boundary in range(max(created, 1), last + 1):
@@ -171,6 +171,10 @@ class Discovery:
             values=tuple(map(Value, self._created_in, self._named_at, self._last_use)),
             inputs=tuple(self._inputs),
             outputs=tuple(self._outputs),
-            parameter_gaps={k: frozenset(v) for k, v in self._parameter_gaps.items()},
+            parameter_gaps={
+                names[key]: frozenset(gaps)
+                for key, gaps in self._parameter_gaps.items()
+                if key in names
+            },
             unnameable=unnameable,
         )

@@ -76,9 +76,9 @@ def find_owners(
     for position, index in enumerate(trace.order):
         for parameter in layers[index].parameters():
             stages[table.names[id(parameter)]].add(partition.stage_of(position))
-    for key, gaps in trace.parameter_gaps.items():
-        if key in table.names:
-            stages[table.names[key]] |= {partition.stage_of(max(gap - 1, 0)) for gap in gaps}
+    for name, gaps in trace.parameter_gaps.items():
+        if name in stages:
+            stages[name] |= {partition.stage_of(max(gap - 1, 0)) for gap in gaps}
     last = len(partition.ranges) - 1
     owners = {name: tuple(sorted(found)) or (last,) for name, found in stages.items()}
     return Owners(owners, _buffer_owners(module, layers, trace, partition, owners))

@@ -19,10 +19,10 @@ def layer_costs(module: nn.Module, layers: Sequence[nn.Module], trace: StepTrace
     head, say) is charged to the layer whose stage runs it.
     """
     tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
-    loose = {id(p): p for p in module.parameters()}
+    loose = dict(module.named_parameters())
     costs = [_FIXED + _cost(layers[index].parameters(), tables) for index in trace.order]
-    for key, gaps in trace.parameter_gaps.items():
-        parameter = loose.get(key)
+    for name, gaps in trace.parameter_gaps.items():
+        parameter = loose.get(name)
         if parameter is None:
             continue
         for gap in gaps:

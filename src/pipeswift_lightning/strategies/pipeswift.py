@@ -313,10 +313,11 @@ class PipeSwiftStrategy(MeshStrategy):
     def teardown(self) -> None:
         session, self._session = self._session, None
         healthy = self._groups is not None and not self._watch.failed
+        whole = healthy or session is None or session.share is None
         if session is not None:
             session.close(bring_back=healthy)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if healthy or session is None or session.share is None:
+        if whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
 

@@ -174,7 +174,8 @@ class PipelineSession:
             trace = self._discover(call, first)
             if self.partition is None:
                 self._assemble(trace)
-            self._check_fits(trace, call.hook)
+            else:
+                self._check_fits(trace, call.hook)
             self._traces[key] = trace
         return trace
 
@@ -182,7 +183,8 @@ class PipelineSession:
         step = partial(getattr(self.module, call.hook), first, *call.rest)
         reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
         with recorded(self.module), torch.no_grad(), call.context():
-            return self.cut.discover(step, step_name=call.hook)
+            names = ParameterTable.of(self.module).names
+            return self.cut.discover(step, step_name=call.hook, names=names)
 
     def _assemble_single(self) -> None:
         if self.partition is None:
@@ -239,9 +241,8 @@ class PipelineSession:
             raise CutError(msg)
         owners = find_owners(self.module, self.network.layers, trace, self.partition)
         for name, stages in owners.parameters.items():
-            used = any(self._name_of(key) == name for key in trace.parameter_gaps)
             missing = set(stages) - set(self.share.owners.parameters[name])
-            if used and missing:
+            if name in trace.parameter_gaps and missing:
                 msg = (
                     f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
                     f"stage {self.share.owners.parameters[name]} only. Rule: code outside the "
@@ -249,10 +250,6 @@ class PipelineSession:
                     "module that holds it a layer, by configure_pipeline()"
                 )
                 raise CutError(msg)
-
-    def _name_of(self, key: int) -> str | None:
-        assert self.share is not None
-        return ParameterTable.of(self.module).names.get(key, self.share.table.names.get(key))
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
