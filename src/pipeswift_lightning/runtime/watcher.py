@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pipeswift_lightning.runtime.deadlock import find_deadlock
 from pipeswift_lightning.runtime.failure import FailureKind, FailureReport, describe_exception
@@ -22,6 +23,7 @@ HOST_RANK = 0  # hosts the TCPStore, unless a launcher's agent does
 LINGER_S = 2.0  # how long the store's host waits for the others to have read the report
 _STORE_LOSS_S = 0.3  # a killed process closes its sockets a moment before it is seen as dead
 _LINGER_POLL_S = 0.01
+_BUSY_S = 0.02  # two ticks of the kernel's clock: a hung process does not use that much
 
 
 class AwakeClock:
@@ -62,6 +64,15 @@ class Outcome:
             if self.report is None:
                 self.report = report
                 self.failed.set()
+
+
+@dataclass(slots=True)
+class _Heard:
+    """The last sign of life of the rank that this one watches."""
+
+    beat: int = -1
+    at_s: float = 0.0  # by this rank's clock
+    cpu_s: float | None = None  # its processor time half-way through this rank's patience
 
 
 class Watcher:
@@ -112,7 +123,7 @@ class Watcher:
         self._clock = AwakeClock(silence_s / 4)
         self._everyone_joined = False
         self._successor = (rank + 1) % world_size
-        self._heard = (-1, 0.0, 0.0)  # the successor's beat, when it was heard, its cpu time then
+        self._heard = _Heard()
         self._place: tuple[object, ...] = ()
         self._moved_s = 0.0  # when this rank last made progress
         self._next_walk_s = silence_s
@@ -233,24 +244,26 @@ class Watcher:
         stamp, self.host_stamp = self._board.read([self._successor, HOST_RANK])
         if stamp.is_done:  # it watches no one any more: watch whom it watched
             self._successor = (self._successor + 1) % self._world_size
-            self._heard = (-1, 0.0, 0.0)
+            self._heard = _Heard()
             return
         if self._successor == self._rank:
             return
-        identity = self.neighbours.get(self._successor)
-        beat, heard_s, cpu_s = self._heard
-        quiet_s = self._clock.now_s - heard_s
-        if stamp.beat == beat and quiet_s <= self._silence_s:
+        if stamp.beat != self._heard.beat:
+            self._heard = _Heard(beat=stamp.beat, at_s=self._clock.now_s)
             return
-        # Only on a new beat or at the end of patience: reading /proc is not free.
-        used_s = identity.cpu_s() if identity is not None else 0.0
-        # Extension code may hold the interpreter lock for long: it computes, it is not lost.
-        if stamp.beat != beat or used_s - cpu_s > 0.1 * quiet_s:
-            self._heard = (stamp.beat, self._clock.now_s, used_s)
+        process = self.neighbours.get(self._successor)
+        quiet_s = self._clock.now_s - self._heard.at_s
+        if process is not None and quiet_s > self._silence_s / 2 and self._heard.cpu_s is None:
+            self._heard.cpu_s = process.cpu_s()
+        if quiet_s <= self._silence_s:
             return
         cause = f"silent for {quiet_s:.1f} s: no heartbeat"
-        if identity is not None and identity.is_stopped():
+        if process is not None and process.is_stopped():
             cause += ", its process is stopped"
+        elif process is not None and process.cpu_s() - (self._heard.cpu_s or 0.0) > _BUSY_S:
+            # Extension code may hold the interpreter lock for long: it computes, it is not lost.
+            self._heard = _Heard(beat=stamp.beat, at_s=self._clock.now_s)
+            return
         self._post(self.report_on(self._successor, stamp, "silent", cause))
 
     def _check_own_wait(self) -> None:
