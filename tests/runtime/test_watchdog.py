@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -262,8 +263,8 @@ def test_explain_names_this_rank_when_its_peer_is_well() -> None:
         )
         for r in range(2)
     ]
-    for dog in dogs:
-        dog.start()
+    with ThreadPoolExecutor() as pool:  # start() waits for the others
+        list(pool.map(Watchdog.start, dogs))
     failure = dogs[1].explain(RuntimeError("Timed out after 30 s"), waiting_for=0)
     assert isinstance(failure, PipelineFailure)
     assert (failure.report.rank, failure.report.reporter) == (1, 1)
@@ -291,6 +292,27 @@ def test_a_used_store_is_refused() -> None:
                 dog.start()
         else:
             dog.start()
+        dog.stop()
+
+
+def test_a_rank_that_never_starts_is_named() -> None:
+    dog = Watchdog(dist.HashStore(), 1, 3, Progress(), join_s=0.2)
+    with pytest.raises(TimeoutError, match=r"2 of 3 ranks did not start .* \[0, 2\]"):
+        dog.start()
+    dog.stop()
+
+
+def test_a_failure_while_others_start_is_told_to_them() -> None:
+    store = dist.HashStore()
+    early, late = (Watchdog(store, r, 3, Progress(stage=r), join_s=5.0) for r in (0, 1))
+    with ThreadPoolExecutor() as pool:
+        starts = [pool.submit(early.start), pool.submit(late.start)]
+        time.sleep(0.1)
+        late.post_failure(late.describe(ValueError("no such layer")))
+        for start in starts:
+            with pytest.raises(PipelineFailure, match="no such layer"):
+                start.result()
+    for dog in (late, early):
         dog.stop()
 
 

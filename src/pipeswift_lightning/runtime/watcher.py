@@ -107,6 +107,7 @@ class Watcher:
         parent_pid: int | None,
     ) -> None:
         self.beats = 0
+        self.met = threading.Event()  # all ranks have joined, and the neighbours are known
         self.neighbours: dict[int, ProcessIdentity] = {}  # ranks on this host
         self.host_stamp: Stamp | None = None  # the store host's last: readable when it is gone
         self.suspicion: FailureReport | None = None  # about to be posted
@@ -121,7 +122,6 @@ class Watcher:
         self._parent_pid = parent_pid
         self._identity = ProcessIdentity.current()
         self._clock = AwakeClock(silence_s / 4)
-        self._everyone_joined = False
         self._successor = (rank + 1) % world_size
         self._heard = _Heard()
         self._place: tuple[object, ...] = ()
@@ -209,12 +209,14 @@ class Watcher:
             self._outcome.settle(report)
             return
         self._check_parent()
-        if self._everyone_joined:
+        if self.met.is_set():
             self._check_heartbeat()
             self._check_own_wait()
-        else:
-            self._everyone_joined = self._board.has_everyone_joined()
-            self.neighbours = self._board.neighbours(self._identity.host)
+            return
+        everyone_joined = self._board.has_everyone_joined()
+        self.neighbours = self._board.neighbours(self._identity.host)
+        if everyone_joined:
+            self.met.set()
 
     def _stamp(self, *, is_done: bool = False) -> Stamp:
         place = Stamp.of(self._progress, beat=0, still_s=0.0).place
