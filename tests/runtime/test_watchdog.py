@@ -80,15 +80,16 @@ def test_a_killed_store_host_on_another_host_is_told_by_the_lost_store() -> None
         assert "rank 0 (stage 0, micro-batch 3) failed: the rendezvous store is gone" in ending.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_stopped_on_another_host_is_named_and_left_to_its_launcher(victim: int) -> None:
-    scene = Scene(body=_stopped, victim=victim, apart=True, silence_s=SILENCE_S, limit_s=4.5)
+    scene = Scene(body=_stopped, victim=victim, apart=True, silence_s=SILENCE_S, limit_s=6)
     for rank, ending in enumerate(play(scene)):
         if rank == victim:
             assert ending.code is None
             continue
         assert ending.code == 1, ending.said
-        assert ending.after_s < SILENCE_S + 1.5
+        assert ending.after_s < SILENCE_S + 2.0
         assert f"rank {victim} (stage {victim}, micro-batch 3) failed: silent for" in ending.said
 
 
@@ -131,7 +132,7 @@ def test_a_main_thread_that_does_not_come_out_is_ended_with_the_report() -> None
         if rank == 1:
             continue
         assert ending.code == 1
-        assert 0.3 < ending.after_s < 1.0
+        assert 0.3 < ending.after_s < 1.5
         assert f"[rank {rank}] Pipeline stopped: rank 1 (stage 1) failed: killed" in ending.said
         assert "called back about rank 1" in ending.said
 
@@ -182,6 +183,7 @@ def _computes(actor: Actor) -> None:
     actor.run_pipeline(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_long_compute_is_not_killed(victim: int) -> None:
     for ending in play(Scene(body=_computes, world_size=2, victim=victim, silence_s=1.0)):
@@ -321,6 +323,7 @@ def test_the_watch_must_be_more_patient_than_its_tick() -> None:
         Watchdog(dist.HashStore(), 0, 1, Progress(), silence_s=1.0, tick_s=2.0)
 
 
+@pytest.mark.slow
 def test_what_it_costs() -> None:
     """Printed, not asserted: the machine that runs the tests has other things to do."""
     progress = Progress(stage=0)

@@ -166,8 +166,12 @@ class Watchdog:
         call twice, and on a watchdog that was never started.
         """
         self._stopped.set()
+        if self._outcome.report is None:
+            limit_s = LINGER_S + self._silence_s
+        else:  # the store may never answer again, and only its host still has a duty
+            limit_s = LINGER_S if self._rank == HOST_RANK else 2 * self._tick_s
         if self._watcher.is_running():
-            self._watcher.stop(LINGER_S + self._silence_s)
+            self._watcher.stop(limit_s)
         if self._guard.is_alive():
             self._guard.join()
 
@@ -250,9 +254,9 @@ class Watchdog:
             now_s = clock.advance()
             if self._stopped.is_set():
                 return
-            if suspicion is not None:  # a whole tick old, and not posted yet
+            if suspicion is not None:  # a tick old: a report in a living store would be here
                 self._outcome.settle(suspicion)
-            suspicion = self._watcher.suspicion
+            suspicion = self._watcher.dead_store_host()
             if self._watcher.beats != beats:
                 beats, heard_s = self._watcher.beats, now_s
             elif now_s - heard_s > self._silence_s:

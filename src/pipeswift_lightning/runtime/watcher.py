@@ -110,7 +110,6 @@ class Watcher:
         self.met = threading.Event()  # all ranks have joined, and the neighbours are known
         self.neighbours: dict[int, ProcessIdentity] = {}  # ranks on this host
         self.host_stamp: Stamp | None = None  # the store host's last: readable when it is gone
-        self.suspicion: FailureReport | None = None  # about to be posted
         self._board = board
         self._outcome = outcome
         self._rank = rank
@@ -124,6 +123,7 @@ class Watcher:
         self._clock = AwakeClock(silence_s / 4)
         self._successor = (rank + 1) % world_size
         self._heard = _Heard()
+        self._ticked_s = time.monotonic()
         self._place: tuple[object, ...] = ()
         self._moved_s = 0.0  # when this rank last made progress
         self._next_walk_s = silence_s
@@ -180,10 +180,27 @@ class Watcher:
         cause = f"killed: process {identity.pid} on {identity.node} is gone and left no report"
         return self.report_on(rank, stamp, "killed", cause)
 
+    def dead_store_host(self) -> FailureReport | None:
+        """Return the report that rank 0 is gone, if it is, without asking the store.
+
+        The store may have died with it, or may block, because a forked child of rank 0 (a data
+        worker) still holds its sockets.
+        """
+        process = self.neighbours.get(HOST_RANK)
+        is_done = self.host_stamp is not None and self.host_stamp.is_done
+        if process is None or is_done or process.is_alive():
+            return None
+        stuck_s = time.monotonic() - self._ticked_s
+        if stuck_s > self._silence_s / 2:  # it hung first: a neighbour was quicker and ended it
+            cause = f"silent for {stuck_s:.1f} s: the rendezvous store did not answer"
+            return self.report_on(HOST_RANK, self.host_stamp, "silent", cause)
+        return self.killed(HOST_RANK, process, self.host_stamp)
+
     def _run(self) -> None:
         try:
             while not self._stopping.is_set() and not self._outcome.failed.is_set():
                 self._tick()
+                self._ticked_s = time.monotonic()
                 self._wake.wait(self._tick_s)
                 self._wake.clear()
             if not self._outcome.failed.is_set():
@@ -236,10 +253,7 @@ class Watcher:
             if stamp is not None and stamp.is_done:
                 del self.neighbours[rank]
                 continue
-            # The store may have died with its host, or block while a forked child of the host
-            # holds its sockets: then the guard takes the suspicion for the truth.
-            self.suspicion = self.killed(rank, identity, stamp)
-            self._post(self.suspicion)
+            self._post(self.killed(rank, identity, stamp))
             return
 
     def _check_heartbeat(self) -> None:
@@ -310,9 +324,8 @@ class Watcher:
         end = time.monotonic() + _STORE_LOSS_S
         while host is not None and host.is_alive() and time.monotonic() < end:
             time.sleep(_LINGER_POLL_S)
-        if host is not None and not host.is_alive():
-            report = self.killed(HOST_RANK, host, self.host_stamp)
-        else:
+        report = self.dead_store_host()
+        if report is None:
             cause = f"the rendezvous store is gone, and with it, most likely, its host: {exc}"
             report = self.report_on(HOST_RANK, self.host_stamp, "store", cause.split("\n")[0])
         self._outcome.settle(report)
