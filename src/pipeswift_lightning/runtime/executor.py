@@ -76,6 +76,7 @@ class Executor:
     Args:
         channel: Moves activations and gradients.
         stage_positions: The pipeline position (rank within the pipeline) of each stage.
+        ranks: The global rank at each position, for the watchdog; the positions if not given.
         progress: Where the watchdog reads what this rank is doing.
         recorder: Where events go; ``None`` records nothing.
         after_last_backward: Called when the row's last backward has run, while the sends and the
@@ -87,12 +88,14 @@ class Executor:
         channel: Channel,
         stage_positions: Sequence[int],
         *,
+        ranks: Sequence[int] | None = None,
         progress: Progress | None = None,
         recorder: Recorder | None = None,
         after_last_backward: Callable[[], None] | None = None,
     ) -> None:
         self._channel = channel
         self._positions = tuple(stage_positions)
+        self._ranks = tuple(ranks) if ranks is not None else tuple(range(len(self._positions)))
         self._last_stage = len(self._positions) - 1
         self._progress = progress if progress is not None else Progress()
         self._recorder = recorder
@@ -123,8 +126,10 @@ class Executor:
             self._saved.clear()
             self._pending.clear()
             self._sends.clear()
-            self._progress.doing = "between steps"
-            self._progress.waiting_for = None
+        # Only after success: a report on a failure must still find where it happened.
+        self._progress.doing = "between steps"
+        self._progress.micro_batch = None
+        self._progress.waiting_for = None
 
     def _step(self, instruction: Instruction, program: StageProgram, *, training: bool) -> None:
         stage, micro_batch = instruction.stage, instruction.micro_batch
@@ -204,7 +209,9 @@ class Executor:
         saved = self._saved[stage, micro_batch]
         key = (stage, training, program.signature(micro_batch))
         self._mark("sending the activation", stage, micro_batch)
-        saved.sent = self._channel.send_activation(self._positions[stage + 1], key, saved.output)
+        peer = self._positions[stage + 1]
+        with communicating(f"stage {stage} sending micro-batch {micro_batch} forward", peer):
+            saved.sent = self._channel.send_activation(peer, key, saved.output)
         if training:
             # The graph needs no output data, only the edges into it.
             saved.edges = [
@@ -217,7 +224,9 @@ class Executor:
     def _send_gradient(self, stage: int, micro_batch: int) -> None:
         saved = self._saved[stage, micro_batch]
         self._mark("sending the gradient", stage, micro_batch)
-        flight = self._channel.send_gradient(self._positions[stage - 1], saved.gradients)
+        peer = self._positions[stage - 1]
+        with communicating(f"stage {stage} sending micro-batch {micro_batch} backward", peer):
+            flight = self._channel.send_gradient(peer, saved.gradients)
         saved.gradients = []
         self._keep_send(stage - 1, flight)
 
@@ -233,7 +242,7 @@ class Executor:
     def _wait(self, stage: int, micro_batch: int, *, is_gradient: bool) -> Any:
         pending = self._pending.pop((stage, micro_batch, is_gradient))
         what = "gradient" if is_gradient else "activation"
-        self._mark(f"waiting for the {what}", stage, micro_batch, pending.source)
+        self._mark(f"waiting for the {what}", stage, micro_batch, self._ranks[pending.source])
         start = perf_counter()
         with communicating(
             f"stage {stage} waiting for the {what} of micro-batch {micro_batch} from position "
@@ -252,7 +261,8 @@ class Executor:
 
     def _reap(self) -> None:
         peer, flight = self._sends.popleft()
-        self._progress.waiting_for = peer
+        self._progress.doing = "waiting for a message to leave"
+        self._progress.waiting_for = self._ranks[peer]
         with communicating(f"sending to position {peer}", peer):
             flight.wait()
 

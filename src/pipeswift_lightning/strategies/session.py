@@ -83,6 +83,7 @@ class PipelineSession:
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
+            ranks=groups.mesh.pipeline_ranks(groups.coordinate.replica),
             progress=progress,
             recorder=self.recorder,
         )
