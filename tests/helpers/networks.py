@@ -109,7 +109,7 @@ class Residual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x0 = F.rms_norm(self.start(x), (WIDTH,))
         for i, block in enumerate(self.blocks):
-            x = self.scale[i] * block(x, x0)
+            x = block(x, x0) * self.scale[i]
         return x
 
 
