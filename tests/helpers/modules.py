@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 WIDTH, VOCABULARY, LENGTH = 6, 11, 5
@@ -110,8 +110,10 @@ class Block(nn.Module):
         q, k, v = self.mix(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
         if bias is not None:
             q, k = q + bias, k + bias
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        mixed = F.dropout(self.out(attended.squeeze(1)), self.dropout, self.training)
+        attended = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None
+        )
+        mixed = functional.dropout(self.out(attended.squeeze(1)), self.dropout, self.training)
         return x + mixed
 
 
@@ -136,7 +138,7 @@ class Transformer(nn.Module):
             x = block(x)
         x = self.norm(x)
         if self.tied == "functional":
-            return F.linear(x, self.embed.weight)
+            return functional.linear(x, self.embed.weight)
         return self.head(x)
 
 
@@ -190,7 +192,9 @@ class Language(Base):
     def per_sample(self, batch: Any) -> Tensor:
         (ids,) = batch
         logits = self.model(ids[:, :-1])
-        return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+        return functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(
+            1
+        )
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(batch[0][:, :-1])

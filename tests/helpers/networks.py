@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset
 
 from tests.helpers.modules import VOCABULARY, WIDTH, Base, Block, Language, Regression
@@ -63,7 +63,7 @@ class Padded(Base):
         assert batch["extra"] is None
         assert len(batch["names"]) == len(batch["ids"])
         logits = self.model(batch["ids"], mask=batch["mask"])
-        found = F.cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none")
+        found = functional.cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none")
         return (found * batch["mask"]).sum(1) / batch["mask"].sum(1)
 
 
@@ -107,10 +107,14 @@ class Residual(nn.Module):
         self.scale = nn.Parameter(torch.full((5,), 0.9))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x0 = F.rms_norm(self.start(x), (WIDTH,))
+        x = x0 = functional.rms_norm(self.start(x), (WIDTH,))
         for i, block in enumerate(self.blocks):
             x = block(x, x0) * self.scale[i]
         return x
+
+
+def named(state: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(("x", "total", "count"), state, strict=True))
 
 
 class PairBlock(nn.Module):
@@ -123,7 +127,7 @@ class PairBlock(nn.Module):
         x, total, count = state.values() if self.kind == "dict" else state
         x = self.linear(x).sin()
         found = (x, total + x.pow(2).sum(1), count + 1)
-        return dict(zip(("x", "total", "count"), found, strict=True)) if self.kind == "dict" else found
+        return named(found) if self.kind == "dict" else found
 
 
 class Structured(nn.Module):
@@ -137,7 +141,7 @@ class Structured(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         state: Any = (x, x.new_zeros(len(x)), torch.zeros(len(x), dtype=torch.int64))
         if self.kind == "dict":
-            state = dict(zip(("x", "total", "count"), state, strict=True))
+            state = named(state)
         for block in self.blocks:
             state = block(state)
         x, total, count = state.values() if self.kind == "dict" else state
@@ -165,7 +169,9 @@ class Temperature(Language):
     def per_sample(self, batch: Any) -> Tensor:
         (ids,) = batch
         logits = self.model(ids[:, :-1]) / self.temperature + self.shift
-        return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+        return functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(
+            1
+        )
 
 
 @dataclasses.dataclass
@@ -235,4 +241,3 @@ class Partial(nn.Module):
         for layer in self.layers:
             x = layer(x).tanh()
         return x
-

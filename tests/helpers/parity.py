@@ -137,16 +137,21 @@ def make_trainer(strategy: Any, outcome: Outcome | None = None, **kwargs: Any) -
     )
 
 
+def _seed() -> None:
+    torch.manual_seed(7)
+
+
 def fit(
     make_module: Callable[[], LightningModule],
     make_loaders: Callable[[], Any],
     strategy: Any,
     *,
     ckpt_path: str | None = None,
+    seed: Callable[[], Any] = _seed,
     **kwargs: Any,
 ) -> Outcome:
     """Fit a fresh module and return what came of it. ``strategy`` is "auto" for plain Lightning."""
-    torch.manual_seed(7)
+    seed()
     module = make_module()
     loaders = make_loaders()
     outcome = Outcome()

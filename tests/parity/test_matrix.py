@@ -1,4 +1,4 @@
-"""Every schedule, number of stages and replicas, module style and split, against plain Lightning."""
+"""Every schedule, number of stages and replicas, style and split, against plain Lightning."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,4 +1,4 @@
-"""Networks whose parts meet in unusual ways, batches of unusual shapes, and how they are trained."""
+"""Networks whose parts meet in unusual ways, batches of any shape, and how they are trained."""
 
 from collections.abc import Callable
 from typing import Any
