@@ -1,1 +1,5 @@
-"""Lightning callbacks that observe a run."""
+"""Lightning callbacks that show where a job's time goes."""
+
+from pipeswift_lightning.callbacks.job_report import JobReport
+
+__all__ = ["JobReport"]

@@ -1,5 +1,6 @@
 """A Lightning strategy over a mesh: where each process stands, and collectives among them."""
 
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -153,6 +154,11 @@ class MeshStrategy(ParallelStrategy):
             self._groups = MeshGroups.create(self.mesh, self.global_rank)
             self._groups.warm(self.root_device)
             self._collectives = Collectives(self._groups, self._watch, self.root_device)
+        if not self.is_distributed:
+            # All stages log the same value, so there is nothing to synchronise.
+            warnings.filterwarnings(
+                "ignore", message=r".*recommended to use `self\.log\(.*sync_dist"
+            )
         self._watch.start(self._groups)
         share_random_state(self.root_device)
 

@@ -38,7 +38,6 @@ class MergedLog:
 def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
     """Collect the calls of ``self.log`` (and ``log_dict``) instead of making them."""
     records: list[LogRecord] = []
-    metric_names = {id(m): n for n, m in module.named_modules() if isinstance(m, Metric)}
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
@@ -46,7 +45,7 @@ def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
             msg = f"self.log({name!r}, <dict>): log a dict with self.log_dict"
             raise TypeError(msg)
         if isinstance(value, Metric):
-            metric = metric_names.get(id(value))
+            metric = next((n for n, m in module.named_modules() if m is value), None)
             cached = getattr(value, "_forward_cache", None)
             records.append(LogRecord(name, _detached(cached), metric, options))
             return

@@ -30,6 +30,7 @@ from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
 from pipeswift_lightning.strategies.layer_costs import layer_costs
+from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.records import recorded
@@ -80,6 +81,8 @@ class PipelineSession:
         self.cut = LayerCut(
             network.module, network.layers, network_name=network.name, device=device
         )
+        self._running = False
+        self._metrics = SharedMetrics(module, groups, device, lambda: self._running)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -108,6 +111,7 @@ class PipelineSession:
         if self.network.chain:
             self.network.module.forward = partial(_run_chain, self.network.layers)
         self.cut.install()
+        self._metrics.open()
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -128,7 +132,11 @@ class PipelineSession:
             program = StepProgram(self.module, self.cut, trace, first, last, call)
             self.recorder.begin()
             row = plan.schedule.rows[self.stage]
-            self._executor.run(row, program, training=call.training)
+            self._running = True
+            try:
+                self._executor.run(row, program, training=call.training)
+            finally:
+                self._running = False
         return program
 
     def _range(self) -> tuple[int, int]:
@@ -290,6 +298,7 @@ class PipelineSession:
 
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""
+        self._metrics.close()
         self.cut.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
