@@ -96,7 +96,7 @@ class Recording(Callback):
         self.outcome = outcome
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self.outcome.losses.append(float("nan") if loss is None else float(loss))
         if trainer.optimizers:
             self.outcome.rates += [g["lr"] for g in trainer.optimizers[0].param_groups]

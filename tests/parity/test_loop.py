@@ -34,7 +34,7 @@ def both_loaders() -> tuple[Any, Any]:
 class OnPlateau(Language):
     """The rate falls when the validation loss does not."""
 
-    rate = 0.3
+    rate = 0.1
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=0.1)
@@ -97,7 +97,6 @@ LOOPS: dict[str, Case] = {
         {"max_epochs": 12, "callbacks": lambda: [EarlyStopping("val/loss", patience=1)]},
     ),
     "keys that come and go": (lambda: SometimesLogs(Transformer()), {}),
-    "a skipped batch": (lambda: Skipping(Transformer()), {}),
     "a dict": (lambda: ReturnsDict(Transformer()), {}),
     "limited": (
         lambda: Hooked(Transformer()),
@@ -120,6 +119,7 @@ def _loops(stages: int, names: list[str]) -> None:
 
 @pytest.mark.world_size(1, deadline_s=60)
 def test_loops_on_one_stage() -> None:
+    LOOPS["a skipped batch"] = (lambda: Skipping(Transformer()), {})
     _loops(1, ["validation within epochs", "a skipped batch"])
 
 
@@ -152,7 +152,7 @@ def test_model_checkpoint_keeps_the_same_best_on_every_rank(tmp_path: Path) -> N
 
     want = on_rank_zero(lambda: run("auto", tmp_path / "plain"))
     got = run(PipeSwiftStrategy(micro_batches=3), tmp_path / "pipeline")
-    assert got[0] == want[0]
+    assert (got[0], sorted(got[1])) == (want[0], sorted(want[1]))
     assert got[1] == pytest.approx(want[1], abs=1e-10)
     assert got[2] == want[2]
 
@@ -226,8 +226,8 @@ class WithMetrics(Regression):
 
     def __init__(self) -> None:
         super().__init__(stack())
-        self.error = MeanSquaredError()
-        self.held = MeanSquaredError()
+        self.error = MeanSquaredError().set_dtype(torch.float64)
+        self.held = MeanSquaredError().set_dtype(torch.float64)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -299,12 +299,17 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], str]]
     "manual": (Manual, partial(loader, vectors), "automatic_optimization=False"),
     "two calls": (lambda: TwoCalls(stack()), partial(loader, vectors), "twice"),
     "no call": (lambda: NoCall(stack()), partial(loader, vectors), "did not call self.net"),
+    "skipped": (lambda: Skipping(Transformer()), partial(loader, tokens), "returning None"),
     "partly skipped": (
         lambda: SkipsSome(Transformer()),
         partial(loader, tokens),
         "returned None for micro-batches",
     ),
-    "two optimizers": (lambda: TwoOptimizers(stack()), partial(loader, vectors), "one optimizer"),
+    "two optimizers": (
+        lambda: TwoOptimizers(stack()),
+        partial(loader, vectors),
+        "multiple optimizers",
+    ),
     "too many stages": (
         lambda: Regression(nn.Sequential(nn.Linear(6, 6))),
         partial(loader, vectors),
