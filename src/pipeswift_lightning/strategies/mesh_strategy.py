@@ -2,12 +2,11 @@
 
 import warnings
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -168,9 +167,8 @@ class MeshStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Seed loader workers by replica: all ranks of a pipeline must draw the same samples."""
-        init = getattr(dataloader, "worker_init_fn", None)
-        if isinstance(init, partial) and init.func is pl_worker_init_function:
-            init.keywords["rank"] = self.mesh.coordinate(self.global_rank).replica
+        # Lightning does the same with the global rank, but later, and only if nobody has.
+        _auto_add_worker_init_fn(dataloader, self.mesh.coordinate(self.global_rank).replica)
         return dataloader
 
     # -- collectives of the Trainer -----------------------------------------------------------

@@ -17,6 +17,7 @@ from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch
+from pipeswift_lightning.runtime.communication import communicating
 from pipeswift_lightning.runtime.cut import CutError, LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
@@ -167,7 +168,8 @@ class PipelineSession:
             "batch": describe_batch(batch),
             "samples (checksum)": str(batch_checksum(batch)),
         }
-        require_agreement(facts, self.groups.pipeline, self.device)
+        with communicating("comparing batch and plan with the other stages"):
+            require_agreement(facts, self.groups.pipeline, self.device)
 
     # -- assembly -----------------------------------------------------------------------------
 
