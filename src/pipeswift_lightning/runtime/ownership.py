@@ -148,7 +148,8 @@ class LocalShare:
             parameter = parameters[name]
             if name in self._given_up:
                 original = self._given_up.pop(name)
-                original.data = torch.empty_like(parameter, device=device)
+                # On the host: the whole module need not fit the device.
+                original.data = torch.empty_like(parameter, device="cpu")
                 original.requires_grad_(parameter.requires_grad)
                 self._place(name, original)
                 parameter = original
@@ -157,6 +158,12 @@ class LocalShare:
         for name, stage in self.owners.buffers.items():
             source = groups.mesh.rank(stage=stage, replica=replica)
             broadcast_tensors([buffers[name]], source, groups.pipeline, device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move what this stage owns to its device."""
+        for parameter in self.module.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
 
     def local(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage owns, by canonical name."""

@@ -18,6 +18,7 @@ from typing_extensions import override
 from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
 from pipeswift_lightning.strategies.collectives import Collectives
 from pipeswift_lightning.strategies.environment import ensure_process_group
+from pipeswift_lightning.strategies.hydra_job import forget_previous_job
 from pipeswift_lightning.strategies.launcher import PipelineLauncher
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.random_state import share_random_state
@@ -56,6 +57,7 @@ class MeshStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None,
         precision_plugin: Precision | None,
     ) -> None:
+        forget_previous_job()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

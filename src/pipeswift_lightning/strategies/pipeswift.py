@@ -25,6 +25,7 @@ from pipeswift_lightning.strategies.checkpoint import (
     gather_optimizer_state,
 )
 from pipeswift_lightning.strategies.contract import check_layers, check_module, check_optimizers
+from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.mesh_strategy import MeshStrategy
@@ -193,7 +194,10 @@ class PipeSwiftStrategy(MeshStrategy):
     @override
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
+        if self.mesh.num_stages == 1:
+            self.lightning_module.to(self.root_device)
+        else:
+            move_buffers(self.lightning_module, self.root_device)
 
     def _clip_globally(self) -> None:
         """Make norm clipping see all stages.
@@ -282,6 +286,8 @@ class PipeSwiftStrategy(MeshStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self._groups is None:
+            return super().optimizer_state(optimizer)
         index = next(i for i, o in enumerate(self.optimizers) if _same(o, optimizer))
         return gather_optimizer_state(
             optimizer, self._names.groups[index], self.lightning_module, self.groups
@@ -320,6 +326,9 @@ class PipeSwiftStrategy(MeshStrategy):
         if whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
+        if self.mesh.world_size == 1 and dist.is_initialized():
+            dist.destroy_process_group()  # no ranks, no cost; another Trainer may want more
+            self._groups = self._collectives = None
 
     @classmethod
     @override

@@ -209,6 +209,7 @@ class PipelineSession:
         self.groups.create_shared(list(owners.shared()))
         self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
         self.share.give_up_foreign()
+        self.share.move_to(self.device)
         self._on_assembled()
 
     def _solve(self, trace: StepTrace) -> Partition:
