@@ -34,11 +34,13 @@ def both_loaders() -> tuple[Any, Any]:
 class OnPlateau(Language):
     """The rate falls when the validation loss does not."""
 
-    rate = 0.1
+    rate = 0.03
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=0.1)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=0, factor=0.5, threshold=0.02
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"},
@@ -94,7 +96,7 @@ LOOPS: dict[str, Case] = {
     "plateau": (lambda: OnPlateau(Transformer()), {"max_epochs": 6}),
     "early stopping": (
         lambda: OnPlateau(Transformer()),
-        {"max_epochs": 12, "callbacks": lambda: [EarlyStopping("val/loss", patience=1)]},
+        {"max_epochs": 12, "callbacks": lambda: [EarlyStopping("val/loss", 0.02, patience=1)]},
     ),
     "keys that come and go": (lambda: SometimesLogs(Transformer()), {}),
     "a dict": (lambda: ReturnsDict(Transformer()), {}),
