@@ -6,7 +6,8 @@ computed locally and never sent. What depends on a parameter or on a layer of an
 run over a mixture of absent and present tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-__all__ = ["AbsentMode", "AbsentValueError", "to_absent"]
+__all__ = ["AbsentMode", "AbsentValueError", "entered", "to_absent"]
 
 _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -146,3 +147,13 @@ class AbsentMode(TorchFunctionMode):
 
 def _meta_device(_: torch.device) -> torch.device:
     return torch.device("meta")
+
+
+@contextmanager
+def entered(mode: AbsentMode | None) -> Iterator[None]:
+    """Run a block in ``mode``, if there is one."""
+    if mode is None:
+        yield
+        return
+    with mode:
+        yield

@@ -17,15 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
+from pipeswift_lightning.runtime.absent import AbsentMode, entered, to_absent
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
+from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
-
-
-class CutError(RuntimeError):
-    """The step does not call its layers in a way that can be cut into stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +85,7 @@ class LayerCut:
         self._uncut: set[int] = set()
         self._run: _Run | None = None
         self._discovery: Discovery | None = None
+        self.call = NetworkCall(network_name, len(self.layers), device)
         self._templates: dict[tuple[Any, ...], Any] = {}
         self._originals: list[tuple[nn.Module, Callable[..., Any]]] = []
 
@@ -142,13 +140,7 @@ class LayerCut:
             else:
                 break
         if not discovery.order:
-            msg = (
-                f"{step_name} did not call {self.network_name} (nor any of its "
-                f"{len(self.layers)} layers). Rule: the pipelined network is called exactly once "
-                f"in each step. Remedy: call it, or name the network that {step_name} does call: "
-                'PipeSwiftStrategy(network="...")'
-            )
-            raise CutError(msg)
+            raise CutError(self.call.not_called(step_name))
         return discovery.trace(names)
 
     def _discover_once(self, discovery: Discovery, step: Callable[[], Any]) -> None:
@@ -199,7 +191,7 @@ class LayerCut:
         self._run = run
         try:
             reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
-            with _entered(mode):
+            with entered(mode):
                 output = step()
         except _ReachedBoundaryError:
             return Boundary(run.boundary)
@@ -222,21 +214,19 @@ class LayerCut:
             raise CutError(msg)
 
     def _call_network(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.call.answer is not None:
+            return self.call.answer(*args, **kwargs)
         if self._discovery is not None:
             output = original(*args, **kwargs)
             if self._discovery.order:
+                self._discovery.network_returned = True
                 raise DiscoveryDone
             return output
         run = self._run
         if run is not None:
             run.network_calls += 1
             if run.network_calls > 1:
-                msg = (
-                    f"{self.network_name} is called twice in one step. Rule: capture-and-inject "
-                    "pipelines a network that each step calls exactly once. Remedy: call it once "
-                    "on the concatenated inputs"
-                )
-                raise CutError(msg)
+                raise CutError(self.call.called_twice())
         return original(*args, **kwargs)
 
     def _call_layer(
@@ -370,15 +360,6 @@ def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # shape of their first tensor, and only the shape can matter here.
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         return torch.empty_like(tensors[0], device="meta")
-
-
-@contextmanager
-def _entered(mode: AbsentMode | None) -> Iterator[None]:
-    if mode is None:
-        yield
-        return
-    with mode:
-        yield
 
 
 @contextmanager

@@ -50,6 +50,7 @@ class Discovery:
     def __init__(self, device: torch.device) -> None:
         self.mode = _TracingMode(device, self)
         self.order: list[int] = []
+        self.network_returned = False
         self._gap = 0
         self._inside_layer = False
         self._alive: list[Any] = []  # ids stay unique only while the tensors live
@@ -177,4 +178,5 @@ class Discovery:
                 if key in names
             },
             unnameable=unnameable,
+            calls_network=self.network_returned,
         )

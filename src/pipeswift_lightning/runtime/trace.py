@@ -36,6 +36,7 @@ class StepTrace:
         outputs: For each layer (in call order), pairs (output leaf, value index).
         parameter_gaps: For each parameter (by name) that is used outside the layers, the gaps.
         unnameable: Cuts that no stage could feed: boundary -> reason.
+        calls_network: Whether the step calls the network itself, not its layers one by one.
     """
 
     order: tuple[int, ...]
@@ -44,6 +45,7 @@ class StepTrace:
     outputs: tuple[tuple[tuple[int, int], ...], ...]
     parameter_gaps: Mapping[str, frozenset[int]]
     unnameable: Mapping[int, str] = field(default_factory=dict)
+    calls_network: bool = True
 
     @property
     def num_layers(self) -> int:

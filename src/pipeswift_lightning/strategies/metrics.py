@@ -1,6 +1,7 @@
 """torchmetrics in a pipeline: the state lives on the last stage, the value is everybody's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,23 @@ class SharedMetrics:
             metric.distributed_available_fn = available
         self._saved.clear()
 
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Undo what a block does to the metrics."""
+        saved = [
+            (m, {name: _copied(getattr(m, name)) for name in m._defaults}, _counters(m))
+            for m in self._metrics
+        ]
+        try:
+            yield
+        finally:
+            for metric, states, (count, cached, computed) in saved:
+                for name, state in states.items():
+                    setattr(metric, name, state)
+                metric._update_count = count
+                metric._forward_cache = cached
+                metric._computed = computed
+
     def _compute(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._in_step():
             return original(*args, **kwargs)
@@ -76,6 +94,14 @@ class SharedMetrics:
         with communicating("waiting for a metric's value"):
             dist.broadcast_object_list(box, source, group=self._groups.pipeline)
         return tree_map_only(Tensor, lambda t: t.to(self._device), box[0])
+
+
+def _copied(state: Any) -> Any:
+    return [*state] if isinstance(state, list) else state.clone()
+
+
+def _counters(metric: Metric) -> tuple[int, Any, Any]:
+    return metric._update_count, metric._forward_cache, metric._computed
 
 
 def _not_distributed() -> bool:

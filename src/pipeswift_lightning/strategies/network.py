@@ -36,6 +36,11 @@ class PipelinedNetwork:
     layers: tuple[nn.Module, ...]
     chain: bool = field(default=False)
 
+    @property
+    def has_forward(self) -> bool:
+        """Whether the network can be called itself."""
+        return self.chain or type(self.module).forward is not nn.Module.forward
+
 
 def find_network(module: LightningModule, name: str | None) -> PipelinedNetwork:
     """Return the network of ``module`` that is to be pipelined.

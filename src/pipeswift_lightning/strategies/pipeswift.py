@@ -56,6 +56,10 @@ class PipeSwiftStrategy(MeshStrategy):
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
+        loss: ``"per_sample"`` if the loss is a mean over samples: each micro-batch's is weighted by
+            its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
+            tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
+            flight. ``"auto"`` compares the two in the first steps, and now and then.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge.
@@ -91,6 +95,7 @@ class PipeSwiftStrategy(MeshStrategy):
         warm_up: Sequence[int] | float | None = None,
         network: str | None = None,
         partition: Sequence[int] | None = None,
+        loss: str = "auto",
         dynamic_shapes: bool = False,
         receive_window: int = 1,
         silence_s: float = 10.0,
@@ -110,6 +115,7 @@ class PipeSwiftStrategy(MeshStrategy):
                 warm_up=warm_up,
                 partition=partition,
                 dynamic_shapes=dynamic_shapes,
+                loss=loss,
                 receive_window=receive_window,
             ),
             silence_s=silence_s,

@@ -18,11 +18,12 @@ from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch
 from pipeswift_lightning.runtime.communication import communicating
-from pipeswift_lightning.runtime.cut import CutError, LayerCut
+from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
+from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
@@ -30,11 +31,13 @@ from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
 from pipeswift_lightning.strategies.layer_costs import layer_costs
+from pipeswift_lightning.strategies.loss_scope import difference
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
+from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["PipelineSession"]
 
@@ -115,7 +118,13 @@ class PipelineSession:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def run(self, call: StepCall, batch: Any) -> StepProgram:
+    def can_capture(self, call: StepCall) -> bool:
+        """Whether the step calls the network itself, so that its loss may see the whole batch."""
+        with preserved_rng(self.device):
+            trace = self._trace(call)
+        return trace.calls_network if trace is not None else self.network.has_forward
+
+    def run(self, call: StepCall, scope: LossScope) -> StepProgram | WholeBatchProgram:
         """Run one step over the pipeline.
 
         Raises:
@@ -126,31 +135,53 @@ class PipelineSession:
         self._progress.doing = "comparing batch and plan with the other stages"
         with preserved_rng(self.device):
             trace = self._trace(call)
-            plan = self._plan(call)
-            self._agree(plan, batch)
-            first, last = self._range()
-            program = StepProgram(self.module, self.cut, trace, first, last, call)
-            self.recorder.begin()
-            row = plan.schedule.rows[self.stage]
+            whole = scope is LossScope.WHOLE_BATCH
+            plan = self._plan(call, whole=whole)
+            self._agree(plan, call, scope)
+            kind = WholeBatchProgram if whole else StepProgram
+            program = kind(self.module, self.cut, trace, *self._range(), call)
             self._running = True
             try:
-                self._executor.run(row, program, training=call.training)
+                self._execute(program, plan, training=call.training)
             finally:
                 self._running = False
         return program
+
+    def _execute(
+        self, program: StepProgram | WholeBatchProgram, plan: Plan, *, training: bool
+    ) -> None:
+        self.recorder.begin()
+        row = plan.schedule.rows[self.stage]
+        if isinstance(program, StepProgram):
+            self._executor.run(row, program, training=training)
+            return
+        program.prepare()
+        self._executor.run(row, program, training=training)
+        program.complete(is_last=self.is_last)
+
+    def check(self, program: StepProgram | WholeBatchProgram) -> str | None:
+        """Return which value of the step its micro-batches do not give alike (last stage)."""
+        if not isinstance(program, WholeBatchProgram):
+            return None
+        self._running = True
+        try:
+            with preserved_rng(self.device), self._metrics.untouched():
+                return difference(program)
+        finally:
+            self._running = False
 
     def _range(self) -> tuple[int, int]:
         assert self.partition is not None
         layers = self.partition.ranges[self.stage]
         return layers.start, layers.stop
 
-    def _plan(self, call: StepCall) -> Plan:
+    def _plan(self, call: StepCall, *, whole: bool) -> Plan:
         assert self.partition is not None
         plan = make_plan(
             partition=self.partition,
             micro_batches=MicroBatches(call.sizes),
-            schedule_name=self.options.schedule,
-            warm_up=self.options.warm_up,
+            schedule_name="gpipe" if whole else self.options.schedule,
+            warm_up=None if whole else self.options.warm_up,
             training=call.training,
             receive_window=self.options.receive_window,
         )
@@ -158,15 +189,16 @@ class PipelineSession:
             self.plan = plan
         return plan
 
-    def _agree(self, plan: Plan, batch: Any) -> None:
+    def _agree(self, plan: Plan, call: StepCall, scope: LossScope) -> None:
         if self.num_stages == 1:
             return
         facts = {
             "plan": plan.digest,
             "micro-batches": str(plan.micro_batches.sizes),
             "layers": str(self._order),
-            "batch": describe_batch(batch),
-            "samples (checksum)": str(batch_checksum(batch)),
+            "loss": scope,
+            "batch": describe_batch(call.batch),
+            "samples (checksum)": str(batch_checksum(call.batch)),
         }
         with communicating("comparing batch and plan with the other stages"):
             require_agreement(facts, self.groups.pipeline, self.device)
