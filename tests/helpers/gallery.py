@@ -243,4 +243,4 @@ class ManySets(Language):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         per_sample = self.per_sample(batch)
         self.log("val/loss", per_sample.mean())
-        self.log(f"val/own{dataloader_idx}", per_sample.sum(), add_dataloader_idx=False)
+        self.log(f"val/own{dataloader_idx}", per_sample.mean() * 2, add_dataloader_idx=False)

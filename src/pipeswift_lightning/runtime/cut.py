@@ -235,7 +235,7 @@ class LayerCut:
         if index in self._uncut:
             return original(*args, **kwargs)
         if self._discovery is not None:
-            return self._discovery.call_layer(index, original, args, kwargs)
+            return self._discovery.call_layer(index, self.layers[index], original, args, kwargs)
         run = self._run
         if run is None:
             return self._call_outside(index, original, args, kwargs)

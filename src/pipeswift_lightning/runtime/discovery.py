@@ -53,6 +53,7 @@ class Discovery:
         self.network_returned = False
         self._gap = 0
         self._inside_layer = False
+        self._held: frozenset[int] = frozenset()
         self._alive: list[Any] = []  # ids stay unique only while the tensors live
         self._created: dict[int, int] = {}
         self._value_of: dict[int, int] = {}
@@ -67,9 +68,11 @@ class Discovery:
     # -- told by the mode ---------------------------------------------------------------------
 
     def note_parameter(self, parameter: nn.Parameter) -> None:
-        """A parameter takes part in code outside the layers."""
+        """A parameter takes part outside the layers, or in a layer that does not hold it."""
         if not self._inside_layer:
             self._parameter_gaps[id(parameter)].add(self._gap)
+        elif id(parameter) not in self._held:
+            self._parameter_gaps[id(parameter)].add(self._gap + 1)  # with the layer, like its gap
 
     def note_use(self, args: Any, kwargs: Any) -> None:
         """Code outside the layers uses absent values."""
@@ -97,8 +100,10 @@ class Discovery:
 
     # -- told by the cut ----------------------------------------------------------------------
 
-    def call_layer(self, index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Record the call of layer ``index`` and return its absent output."""
+    def call_layer(
+        self, index: int, layer: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Record the call of ``layer`` and return its absent output."""
         if index in self.order:
             msg = (
                 f"layer {index} is called twice in one step (calls {self.order.index(index)} and "
@@ -117,6 +122,7 @@ class Discovery:
                 if isinstance(leaf, Tensor) and (leaf.is_meta or isinstance(leaf, nn.Parameter))
             )
         )
+        self._held = frozenset(map(id, layer.parameters()))
         output = self._absent_output(original, args, kwargs, leaves)
         self._gap = position + 1
         self._outputs.append(

@@ -61,6 +61,7 @@ class Owners:
 
 def find_owners(
     module: nn.Module,
+    network: nn.Module,
     layers: Sequence[nn.Module],
     trace: StepTrace,
     partition: Partition,
@@ -68,8 +69,9 @@ def find_owners(
     """Return the owners: a layer's stage, and the stages whose code uses a loose parameter.
 
     The code in gap ``g`` belongs to the stage of layer ``g - 1``, and the code before the first
-    layer to stage 0. What no code outside the layers was seen to use (the parameters of a loss)
-    belongs to the last stage, where the user's loss runs.
+    layer to stage 0. What no code was seen to use (the parameters of a loss) belongs to the last
+    stage, where the user's loss runs; so does what is no part of the network, since the loss, which
+    is not looked at, may use it again.
     """
     table = ParameterTable.of(module)
     stages: dict[str, set[int]] = {name: set() for name in table.aliases}
@@ -80,6 +82,10 @@ def find_owners(
         if name in stages:
             stages[name] |= {partition.stage_of(max(gap - 1, 0)) for gap in gaps}
     last = len(partition.ranges) - 1
+    inside = {id(parameter) for parameter in network.parameters()}
+    for key, name in table.names.items():
+        if key not in inside and stages[name]:
+            stages[name].add(last)
     owners = {name: tuple(sorted(found)) or (last,) for name, found in stages.items()}
     return Owners(owners, _buffer_owners(module, layers, trace, partition, owners))
 

@@ -237,7 +237,9 @@ class PipelineSession:
     def _assemble(self, trace: StepTrace) -> None:
         self.partition = self._solve(trace)
         self._order = trace.order
-        owners = find_owners(self.module, self.network.layers, trace, self.partition)
+        owners = find_owners(
+            self.module, self.network.module, self.network.layers, trace, self.partition
+        )
         self.groups.create_shared(list(owners.shared()))
         self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
         self.share.give_up_foreign()
@@ -283,7 +285,9 @@ class PipelineSession:
                 "layers in the same order"
             )
             raise CutError(msg)
-        owners = find_owners(self.module, self.network.layers, trace, self.partition)
+        owners = find_owners(
+            self.module, self.network.module, self.network.layers, trace, self.partition
+        )
         for name, stages in owners.parameters.items():
             missing = set(stages) - set(self.share.owners.parameters[name])
             if name in trace.parameter_gaps and missing:
