@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from pipeswift_lightning import PipeSwiftStrategy
 from tests.helpers.gallery import (
@@ -35,7 +35,7 @@ from tests.helpers.modules import (
     tokens,
     vectors,
 )
-from tests.helpers.parity import Failures, compare, fit, plain
+from tests.helpers.parity import Failures, compare, differences, fit, plain
 
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]
 
@@ -86,3 +86,27 @@ def test_two_stages() -> None:
 @pytest.mark.world_size(4, deadline_s=90)
 def test_four_stages() -> None:
     _check(4)
+
+
+@pytest.mark.world_size(2, deadline_s=40)
+def test_recomputed_layers_drop_what_they_dropped_before() -> None:
+    class Kept(Recomputing):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    strategy = partial(PipeSwiftStrategy, micro_batches=3)
+    want = fit(lambda: Language(Kept(0.3)), loaders(tokens), strategy(), max_epochs=3)
+    got = fit(lambda: Language(Recomputing(0.3)), loaders(tokens), strategy(), max_epochs=3)
+    assert differences(got, want) == []
+
+
+@pytest.mark.world_size(2, deadline_s=40)
+def test_a_reentrant_checkpoint_on_a_cut_is_refused() -> None:
+    def module() -> LightningModule:
+        return Language(Recomputing(reentrant=True))
+
+    with pytest.raises(Exception, match="use_reentrant=False"):
+        fit(module, loaders(tokens), PipeSwiftStrategy(micro_batches=3), max_epochs=1)

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pipeswift_lightning.runtime.absent import AbsentMode, entered, to_absent
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
+from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
+from pipeswift_lightning.runtime.rng import enter_layer
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
@@ -58,6 +60,7 @@ class _Run:
     network_calls: int = 0
     boundary: tuple[Tensor, ...] = ()
     resolve: dict[int, Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
 
 
 class LayerCut:
@@ -263,6 +266,9 @@ class LayerCut:
                 "call it in one of those steps, or after the Trainer has finished"
             )
             raise CutError(msg)
+        if is_recomputing():
+            args, kwargs = with_present((args, kwargs))
+            enter_layer(self.device)
         return original(*args, **kwargs)
 
     def _check_order(self, run: _Run, index: int, position: int) -> None:
@@ -290,16 +296,21 @@ class LayerCut:
         key = (index, self.layers[index].training, *shapes)
         template = self._templates.get(key)
         if template is None:
-            template = _absent_output(original, args, kwargs)
+            template = tree_flatten(_absent_output(original, args, kwargs))
             self._templates[key] = template
-        self._remember(run, tree_flatten(template)[0], run.trace.outputs[position])
-        return template
+        outputs = list(template[0])
+        for leaf, value in run.trace.outputs[position]:
+            if value in run.present:  # one that this run alone knows
+                outputs[leaf] = outputs[leaf].detach()
+        self._remember(run, outputs, run.trace.outputs[position])
+        return tree_unflatten(outputs, template[1])
 
     @staticmethod
     def _remember(run: _Run, leaves: list[Any], pairs: tuple[tuple[int, int], ...]) -> None:
         for leaf, value in pairs:
             if value in run.present and isinstance(leaves[leaf], Tensor):
                 run.resolve[id(leaves[leaf])] = run.present[value]
+                run.alive.append(leaves[leaf])  # or its id could be another's
 
     def _bind_arguments(
         self, run: _Run, position: int, args: Any, kwargs: Any
@@ -315,6 +326,9 @@ class LayerCut:
                 run.mode.resolve = run.resolve
         for leaf, value in run.trace.inputs[position]:
             if value in run.present:
+                note_present(
+                    leaves[leaf], run.present[value], f"layer {position} of {self.network_name}"
+                )
                 leaves[leaf] = run.present[value]
             elif value in run.keep:
                 run.present[value] = leaves[leaf]

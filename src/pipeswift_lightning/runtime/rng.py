@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import torch
 
-__all__ = ["StreamKind", "preserved_rng", "reseeder", "stream_seed"]
+__all__ = ["StreamKind", "enter_layer", "preserved_rng", "reseeder", "stream_seed"]
 
 _MASK = (1 << 64) - 1
 
@@ -44,17 +44,31 @@ def reseeder(device: torch.device, *key: int) -> Callable[[int, bool], None]:
 
     The generators are seeded directly: ``torch.manual_seed`` costs a hundred times as much.
     """
-    cpu = torch.default_generator
-    cuda = _cuda_generator(device)
 
     def reseed(index: int, is_layer: bool) -> None:  # noqa: FBT001 -- two kinds, one hot call
-        kind = StreamKind.LAYER if is_layer else StreamKind.GAP
-        seed = stream_seed(*key, kind, index)
-        cpu.manual_seed(seed)
-        if cuda is not None:
-            cuda.manual_seed(seed)
+        if is_layer:
+            enter_layer(device)
+        else:
+            _seed(device, stream_seed(*key, StreamKind.GAP, index))
 
     return reseed
+
+
+def enter_layer(device: torch.device) -> None:
+    """Seed the generators for a layer, from the seed of the gap before it alone.
+
+    So activation checkpointing, which restores the random state from before a layer's call, makes
+    the layer draw the same again.
+    """
+    gap = torch.default_generator.initial_seed()
+    _seed(device, stream_seed(gap, StreamKind.LAYER))
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    cuda = _cuda_generator(device)
+    if cuda is not None:
+        cuda.manual_seed(seed)
 
 
 @contextmanager
