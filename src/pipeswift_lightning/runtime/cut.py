@@ -96,16 +96,13 @@ class LayerCut:
         """Put the interception in place; `remove` takes it away."""
         for index, layer in enumerate(self.layers):
             self._intercept(layer, partial(self._call_layer, index))
-        if all(layer is not self.network for layer in self.layers):
-            self._intercept(self.network, self._call_network)
+        self._intercept(self.network, self._call_network)
 
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
         for module, forward in reversed(self._originals):
-            if forward == getattr(type(module), "forward", None):
-                continue
-            module.__dict__.pop("forward", None)
-            if getattr(module, "forward", None) != forward:
+            del module.forward
+            if module.forward != forward:  # it was an attribute of the instance already
                 module.forward = forward
         self._originals.clear()
 

@@ -72,6 +72,7 @@ class MeshStrategy(ParallelStrategy):
         self._watch = FailureWatch(silence_s)
         self._groups: MeshGroups | None = None
         self._collectives: Collectives | None = None
+        self._made_group = False
 
     # -- places -------------------------------------------------------------------------------
 
@@ -146,7 +147,7 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         if self._groups is None:
-            ensure_process_group(
+            self._made_group = ensure_process_group(
                 self.cluster_environment,
                 world_size=self.mesh.world_size,
                 backend=self._backend,

@@ -332,7 +332,7 @@ class PipeSwiftStrategy(MeshStrategy):
         if whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
-        if self.mesh.world_size == 1 and dist.is_initialized():
+        if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():
             dist.destroy_process_group()  # no ranks, no cost; another Trainer may want more
             self._groups = self._collectives = None
 

@@ -1,6 +1,6 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -137,7 +137,13 @@ class PipelineSession:
             trace = self._trace(call)
             whole = scope is LossScope.WHOLE_BATCH
             plan = self._plan(call, whole=whole)
-            self._agree(plan, call, scope)
+            facts = {
+                "plan": plan.digest,
+                "micro-batches": str(plan.micro_batches.sizes),
+                "layers": str(self._order),
+                "loss": scope,
+            }
+            self._agree({**facts, **_batch_facts(call)})
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
             self._running = True
@@ -189,17 +195,9 @@ class PipelineSession:
             self.plan = plan
         return plan
 
-    def _agree(self, plan: Plan, call: StepCall, scope: LossScope) -> None:
+    def _agree(self, facts: Mapping[str, str]) -> None:
         if self.num_stages == 1:
             return
-        facts = {
-            "plan": plan.digest,
-            "micro-batches": str(plan.micro_batches.sizes),
-            "layers": str(self._order),
-            "loss": scope,
-            "batch": describe_batch(call.batch),
-            "samples (checksum)": str(batch_checksum(call.batch)),
-        }
         with communicating("comparing batch and plan with the other stages"):
             require_agreement(facts, self.groups.pipeline, self.device)
 
@@ -214,6 +212,7 @@ class PipelineSession:
         key = (call.hook, self.module.training, _structure(first))
         trace = self._traces.get(key)
         if trace is None:
+            self._agree(_batch_facts(call))
             trace = self._discover(call, first)
             if self.partition is None:
                 self._assemble(trace)
@@ -349,6 +348,13 @@ def _run_chain(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     for layer in layers[1:]:
         value = layer(value)
     return value
+
+
+def _batch_facts(call: StepCall) -> dict[str, str]:
+    return {
+        "batch": describe_batch(call.batch),
+        "samples (checksum)": str(batch_checksum(call.batch)),
+    }
 
 
 def _structure(batch: Any) -> Hashable:

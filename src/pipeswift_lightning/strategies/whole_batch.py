@@ -225,5 +225,7 @@ class WholeBatchProgram(StageProgram):
         reseed = reseeder(self.cut.device, *self.call.seed, stream)
         with recorded(self.module) as records, self.call.context():
             reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
-            output = self.cut.call.inject(step, value, step_name=self.call.hook)
+            output = self.cut.call.inject(
+                step, value, step_name=self.call.hook, absent_parameters=self.first > 0
+            )
         return output, records
