@@ -1,6 +1,6 @@
 """Race our executor against torch.distributed.pipelining, step by step, on gloo ranks.
 
-    python -m benchmarks.executor                  # all cases, 2 and 4 ranks, 15 rounds each
+    python -m benchmarks.executor                  # all cases on 2 and 4 ranks
     python -m benchmarks.executor --quick          # 5 rounds; a smoke test
     python -m benchmarks.executor --cases zero --ranks 2 --rounds 200
 
@@ -15,7 +15,9 @@ common start to the end of the last rank. Before that, gradients are compared.
 Columns: medians with quartiles. ``ratio`` is ours / peer of the same round. ``ideal`` is what
 ``simulate`` predicts: from the known times (sleep), or from the computations' durations as our
 recorder measured them in that step (real). ``us/instr`` is (step - ideal) / the 2 (m + p - 1)
-computations of the longest chain.
+computations of the longest chain. ``cpu us/instr`` is processor time (gloo's threads included)
+of the busiest rank over its 2 m computations: unlike the step's time, it hardly depends on what else
+runs on the machine.
 """
 
 import argparse
@@ -24,7 +26,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,6 +59,8 @@ class Race:
     schedule: str
     ours_s: list[float]
     peer_s: list[float]
+    ours_cpu_s: list[float]
+    peer_cpu_s: list[float]
     ideal_s: list[float] | None
 
     def row(self) -> tuple[str, ...]:
@@ -79,12 +83,16 @@ class Race:
             else "-",
             f"{statistics.median(ours_us):.0f}",
             f"{statistics.median(peer_us):.0f}" if shared_ideal else "-",
+            *(
+                f"{1e6 * statistics.median(cpu_s) / (2 * MICRO_BATCHES):.0f}"
+                for cpu_s in (self.ours_cpu_s, self.peer_cpu_s)
+            ),
         )
 
 
 _HEADER = (
     "case", "ranks", "schedule", "ours ms", "peer ms", "ratio", "ours/ideal",
-    "ours us/instr", "peer us/instr",
+    "ours us/instr", "peer us/instr", "ours cpu us/instr", "peer cpu us/instr",
 )  # fmt: skip
 
 
@@ -165,23 +173,38 @@ def _race(name: str, schedule_name: str, groups: MeshGroups, options: argparse.N
         _timed(ours)
         _timed(peer)
     _compare_gradients(ours, peer)
-    ends: dict[Step, list[tuple[float, float]]] = {ours: [], peer: []}
+    spans: dict[Step, list[_Span]] = {ours: [], peer: []}
     events: list[tuple[Event, ...]] = []
-    for index in range(options.rounds):
+    for index in range(options.rounds * case.rounds_factor):
         for step in (ours, peer) if index % 2 == 0 else (peer, ours):
-            ends[step].append(_timed(step))
+            spans[step].append(_timed(step))
             if step is ours:
                 events.append(ours.events())
-    ours_s, peer_s = _step_s(ends[ours]), _step_s(ends[peer])
-    ideal_s = _ideal_s(case, schedule, _gathered(events))
+    ours_s, ours_cpu_s = _slowest(spans[ours])
+    peer_s, peer_cpu_s = _slowest(spans[peer])
     return Race(
-        case=name, ranks=ranks, schedule=schedule_name, ours_s=ours_s, peer_s=peer_s,
-        ideal_s=ideal_s,
-    )  # fmt: skip
+        case=name,
+        ranks=ranks,
+        schedule=schedule_name,
+        ours_s=ours_s,
+        peer_s=peer_s,
+        ours_cpu_s=ours_cpu_s,
+        peer_cpu_s=peer_cpu_s,
+        ideal_s=_ideal_s(case, schedule, _gathered(events)),
+    )
 
 
-def _timed(step: Step) -> tuple[float, float]:
-    """Run one step from a common start; return start and this rank's end (one clock a machine)."""
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """One step on one rank; all ranks share the clock, since they share the machine."""
+
+    start_s: float
+    end_s: float
+    cpu_s: float
+
+
+def _timed(step: Step) -> _Span:
+    """Run one step from a common start."""
     step.prepare()
     dist.barrier()
     start = torch.tensor([time.perf_counter() + _LEAD_S], dtype=torch.float64)
@@ -189,14 +212,18 @@ def _timed(step: Step) -> tuple[float, float]:
     start_s = float(start.item())
     while (left_s := start_s - time.perf_counter()) > 0:
         time.sleep(left_s)
+    cpu_s = time.process_time()
     step.run()
-    return start_s, time.perf_counter()
+    return _Span(start_s, time.perf_counter(), time.process_time() - cpu_s)
 
 
-def _step_s(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the seconds from the common start to the last rank's end, for each step."""
-    every = _gathered(list(spans))
-    return [max(end for _, end in spans) - spans[0][0] for spans in zip(*every, strict=True)]
+def _slowest(spans: Sequence[_Span]) -> tuple[list[float], list[float]]:
+    """Return, for each step, the seconds until the last rank's end and the most processor time."""
+    steps = list(zip(*_gathered(list(spans)), strict=True))
+    return (
+        [max(span.end_s for span in step) - step[0].start_s for step in steps],
+        [max(span.cpu_s for span in step) for step in steps],
+    )
 
 
 def _gathered(value: Any) -> list[Any]:

@@ -4,12 +4,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol, assert_never
+from typing import Any, Protocol, TypeVar, assert_never
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten
 
 from pipeswift_lightning.plan.instructions import (
     Backward,
@@ -29,7 +28,9 @@ from pipeswift_lightning.runtime.progress import Progress
 
 __all__ = ["Executor", "StageProgram"]
 
+_T = TypeVar("_T")
 _MAX_SENDS = 8
+_WAITING = {what: f"waiting for the {what}" for what in ("activation", "gradient")}
 
 
 class StageProgram(Protocol):
@@ -153,12 +154,14 @@ class Executor:
     def _forward(
         self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
     ) -> None:
-        received = None
+        received: Any = None
+        inputs: list[Tensor] = []
         if stage > 0:
-            received = self._wait(stage, micro_batch, is_gradient=False)
+            received, inputs = self._wait(
+                stage, micro_batch, self._channel.wait_activation, "activation"
+            )
         self._mark("Forward", stage, micro_batch)
         start = perf_counter()
-        inputs = _differentiable(received) if training and received is not None else []
         try:
             with torch.set_grad_enabled(training):
                 output = program.forward(stage, micro_batch, received)
@@ -176,7 +179,7 @@ class Executor:
         saved = self._saved[stage, micro_batch]
         gradients: list[Tensor] = []
         if stage != self._last_stage:
-            gradients = self._wait(stage, micro_batch, is_gradient=True)
+            gradients = self._wait(stage, micro_batch, self._channel.wait_gradient, "gradient")
         self._mark("Backward", stage, micro_batch)
         start = perf_counter()
         try:
@@ -202,16 +205,15 @@ class Executor:
         self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
     ) -> None:
         saved = self._saved[stage, micro_batch]
-        key = (stage, training, program.signature(micro_batch))
         self._mark("sending the activation", stage, micro_batch)
-        saved.sent = self._channel.send_activation(self._positions[stage + 1], key, saved.output)
+        saved.sent, differentiable = self._channel.send_activation(
+            self._positions[stage + 1],
+            self._key(stage, micro_batch, program, training=training),
+            saved.output,
+        )
         if training:
             # The graph needs no output data, only the edges into it.
-            saved.edges = [
-                get_gradient_edge(tensor)
-                for tensor in tree_flatten(saved.output)[0]
-                if isinstance(tensor, Tensor) and tensor.requires_grad
-            ]
+            saved.edges = [get_gradient_edge(tensor) for tensor in differentiable]
         saved.output = None
 
     def _send_gradient(self, stage: int, micro_batch: int) -> None:
@@ -225,22 +227,35 @@ class Executor:
         self, stage: int, micro_batch: int, peer: int, program: StageProgram, *, training: bool
     ) -> None:
         is_gradient = peer > stage
-        key = (min(stage, peer), training, program.signature(micro_batch))
+        key = self._key(min(stage, peer), micro_batch, program, training=training)
         self._pending[stage, micro_batch, is_gradient] = self._channel.post(
             self._positions[peer], key, is_gradient=is_gradient
         )
 
-    def _wait(self, stage: int, micro_batch: int, *, is_gradient: bool) -> Any:
-        pending = self._pending.pop((stage, micro_batch, is_gradient))
-        what = "gradient" if is_gradient else "activation"
-        self._mark(f"waiting for the {what}", stage, micro_batch, pending.source)
+    def _key(
+        self, lower_stage: int, micro_batch: int, program: StageProgram, *, training: bool
+    ) -> Hashable:
+        """Return what determines the layout of a micro-batch's activation."""
+        signature = program.signature(micro_batch)
+        if self._channel.dynamic_shapes:
+            return lower_stage, training, signature, micro_batch
+        return lower_stage, training, signature
+
+    def _wait(
+        self, stage: int, micro_batch: int, wait: Callable[[Pending], _T], what: str
+    ) -> _T:
+        pending = self._pending.pop((stage, micro_batch, what == "gradient"))
+        self._mark(_WAITING[what], stage, micro_batch, pending.source)
         start = perf_counter()
-        with communicating(
-            f"stage {stage} waiting for the {what} of micro-batch {micro_batch} from position "
-            f"{pending.source}",
-            pending.source,
-        ):
-            value = self._channel.wait(pending)
+        try:
+            value = wait(pending)
+        except Exception:  # Only now: the words take longer than a wait that is over.
+            with communicating(
+                f"stage {stage} waiting for the {what} of micro-batch {micro_batch} from position "
+                f"{pending.source}",
+                pending.source,
+            ):
+                raise
         self._record(EventKind.RECEIVE_WAIT, stage, micro_batch, start)
         return value
 
@@ -253,8 +268,11 @@ class Executor:
     def _reap(self) -> None:
         peer, flight = self._sends.popleft()
         self._progress.waiting_for = peer
-        with communicating(f"sending to position {peer}", peer):
+        try:
             flight.wait()
+        except Exception:
+            with communicating(f"sending to position {peer}", peer):
+                raise
 
     # -- observing ----------------------------------------------------------------------------
 
@@ -268,13 +286,6 @@ class Executor:
     def _record(self, kind: EventKind, stage: int, micro_batch: int, start_s: float) -> None:
         if self._recorder is not None:
             self._recorder.add(kind, stage, micro_batch, start_s, perf_counter())
-
-
-def _differentiable(received: Any) -> list[Tensor]:
-    """Return the received tensors whose gradient goes back; they have been marked by the sender."""
-    return [
-        x for x in tree_flatten(received)[0] if isinstance(x, Tensor) and x.requires_grad
-    ]
 
 
 def _note(error: Exception, what: str, stage: int, micro_batch: int) -> None:
