@@ -4,9 +4,9 @@
     python -m benchmarks.executor --quick          # 5 rounds; a smoke test
     python -m benchmarks.executor --cases zero --ranks 2 --rounds 200
 
-Cases: ``sleep`` (forward 20 ms, backward 40 ms: known times, and sleeping ranks do not compete for
-cores), ``real`` (transformer layers; with more ranks than cores both sides wait for cores), ``zero``
-(a stage that does nothing: the step is all overhead).
+Cases: ``sleep`` (forward 20 ms, backward 40 ms: known times, and sleeping ranks do not compete
+for cores), ``real`` (transformer layers; with more ranks than cores both sides wait for cores),
+``zero`` (a stage that does nothing: the step is all overhead).
 
 Both sides get the same stages, batch, loss and number of micro-batches, split the batch within the
 step, and are measured in turn in one run: a round is one step of each, in alternating order, from a
@@ -16,8 +16,8 @@ Columns: medians with quartiles. ``ratio`` is ours / peer of the same round. ``i
 ``simulate`` predicts: from the known times (sleep), or from the computations' durations as our
 recorder measured them in that step (real). ``us/instr`` is (step - ideal) / the 2 (m + p - 1)
 computations of the longest chain. ``cpu us/instr`` is processor time (gloo's threads included)
-of the busiest rank over its 2 m computations: unlike the step's time, it hardly depends on what else
-runs on the machine.
+of the busiest rank over its 2 m computations: unlike the step's time, it hardly depends on what
+else runs on the machine.
 """
 
 import argparse
@@ -107,11 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds = 5
-    races = [
-        race
-        for ranks in options.ranks
-        for race in _spawn(ranks, options)
-    ]
+    races = [race for ranks in options.ranks for race in _spawn(ranks, options)]
     races.sort(key=lambda race: (list(CASES).index(race.case), race.ranks))
     print(_table([_HEADER, *(race.row() for race in races)]))
 
@@ -262,7 +258,8 @@ def _costs(schedule: Schedule, step: Sequence[Sequence[Event]]) -> StepCosts:
 
 def _compare_gradients(ours: OurStep, peer: PeerStep) -> None:
     for (name, a), b in zip(ours.module.named_parameters(), peer.module.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None, name
+        assert a.grad is not None, name
+        assert b.grad is not None, name
         assert a.grad.abs().sum() > 0, f"{name} has no gradient"
         scale = float(b.grad.abs().max())
         worst = float((a.grad - b.grad).abs().max())

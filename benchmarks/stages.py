@@ -149,7 +149,7 @@ class _Program:
             return (output,)
         return _loss(output, self._micro_batches[micro_batch]) / len(self._micro_batches)
 
-    def backward(self, micro_batch: int, loss: Tensor) -> None:
+    def backward(self, micro_batch: int, loss: Tensor) -> None:  # noqa: ARG002 -- the protocol's
         loss.backward()
 
     def signature(self, micro_batch: int) -> Hashable:

@@ -16,7 +16,7 @@ from pipeswift_lightning.callbacks.job_report import count_batch
 from pipeswift_lightning.callbacks.job_times import process_age_s, slurm_queue_s
 
 PARTS = ("assembly_s", "training_s", "validation_s", "clean_up_s")
-STEP_S, VALIDATION_S = 0.02, 0.05
+STEP_S, VALIDATION_S, SANITY_CHECK_S = 0.02, 0.05, 0.5
 
 
 class Sleeper(LightningModule):
@@ -32,7 +32,7 @@ class Sleeper(LightningModule):
         return self.layer(batch).mean()
 
     def validation_step(self, batch, batch_idx):
-        time.sleep(VALIDATION_S)
+        time.sleep(SANITY_CHECK_S if self.trainer.sanity_checking else VALIDATION_S)
         self.validations += 1
         self.log("val/loss", float(self.validations))
 
@@ -70,7 +70,7 @@ def test_parts_sum_to_the_job_completion_time(tmp_path, monkeypatch, capsys) -> 
     report = json.loads((tmp_path / "job_report.json").read_text())
     assert report["queue_s"] is None
     assert report["job_completion_s"] == pytest.approx(sum(report[part] for part in PARTS))
-    assert report["job_completion_s"] == pytest.approx(process_age_s(), abs=1.0)
+    assert report["job_completion_s"] == pytest.approx(process_age_s(), abs=3.0)
     assert "no scheduler" in capsys.readouterr().out
 
 
@@ -79,10 +79,10 @@ def test_times_are_those_of_the_steps(tmp_path) -> None:
     fit(callback, tmp_path)
     report = callback.report
     assert report["steps"] == 8
-    assert STEP_S <= report["step_s"]["quartile_1"] <= report["step_s"]["median"] < 5 * STEP_S
-    assert report["training_s"] >= 8 * STEP_S
+    assert STEP_S <= report["step_s"]["quartile_1"] <= report["step_s"]["median"]
+    assert report["training_s"] >= 8 * report["step_s"]["quartile_1"] / 2
     # two validations of two batches; the sanity check before training counts as assembly
-    assert 4 * VALIDATION_S <= report["validation_s"] < 8 * VALIDATION_S
+    assert 4 * VALIDATION_S <= report["validation_s"] < 2 * SANITY_CHECK_S
     assert report["samples_per_s"] == pytest.approx(16 / report["training_s"])
 
 
@@ -104,6 +104,13 @@ def test_measured_bubbles_are_shown_where_the_strategy_has_them(tmp_path, capsys
     fit(callback, tmp_path, strategy=StagedStrategy(device=torch.device("cpu")))
     assert callback.report["bubble_by_stage"] == [0.25, 0.125]
     assert "12.5%" in capsys.readouterr().out
+
+
+def test_one_step_has_quartiles_and_one_validation_is_shown_once(tmp_path, capsys) -> None:
+    callback = JobReport(monitor="val/loss")
+    fit(callback, tmp_path, fast_dev_run=True)
+    assert len(set(callback.report["step_s"].values())) == 1
+    assert capsys.readouterr().out.count("val/loss, step") == 1
 
 
 def test_folder_can_be_chosen(tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Ranks that are made to fail: what each one said, how it ended, and how long that took."""
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,7 @@ def play(scene: Scene) -> list[Ending]:
         folder = Path(name)
         agent = _tcp_store(0, is_host=True) if scene.store == "agent" else None
         port = agent.port if agent is not None else _free_port()
+        _start_server(context)
         ranks = [
             context.Process(target=_act, args=(r, scene, folder, port, struck))
             for r in range(scene.world_size)
@@ -120,6 +123,11 @@ def play(scene: Scene) -> list[Ending]:
             ended_s = _watch(ranks, began + scene.limit_s)
         finally:
             codes = [process.exitcode for process in ranks]
+            for process in ranks:
+                if process.is_alive():
+                    os.kill(process.pid or 0, signal.SIGUSR1)  # its stack ends what it said
+            if None in codes:
+                time.sleep(0.2)
             for process in ranks:
                 process.kill()
                 process.join()
@@ -162,6 +170,17 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _start_server(context: ForkServerContext) -> None:
+    """Import what ranks need before the time starts to run: seconds, on a loaded machine."""
+    first = context.Process(target=_nothing)
+    first.start()
+    first.join()
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
 def _tcp_store(port: int, *, is_host: bool) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, None, is_host, wait_for_workers=False)
 
@@ -184,6 +203,7 @@ def _act(rank: int, scene: Scene, folder: Path, port: int, struck: Any) -> None:
     torch.set_num_threads(1)
     with (folder / f"stderr{rank}").open("wb") as said:
         os.dup2(said.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     store: Any = (
         dist.FileStore(str(folder / "store"), scene.world_size)
         if scene.store == "file"

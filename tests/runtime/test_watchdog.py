@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,15 +80,16 @@ def test_a_killed_store_host_on_another_host_is_told_by_the_lost_store() -> None
         assert "rank 0 (stage 0, micro-batch 3) failed: the rendezvous store is gone" in ending.said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_stopped_on_another_host_is_named_and_left_to_its_launcher(victim: int) -> None:
-    scene = Scene(body=_stopped, victim=victim, apart=True, silence_s=SILENCE_S, limit_s=4.5)
+    scene = Scene(body=_stopped, victim=victim, apart=True, silence_s=SILENCE_S, limit_s=6)
     for rank, ending in enumerate(play(scene)):
         if rank == victim:
             assert ending.code is None
             continue
         assert ending.code == 1, ending.said
-        assert ending.after_s < SILENCE_S + 1.5
+        assert ending.after_s < SILENCE_S + 2.0
         assert f"rank {victim} (stage {victim}, micro-batch 3) failed: silent for" in ending.said
 
 
@@ -130,7 +132,7 @@ def test_a_main_thread_that_does_not_come_out_is_ended_with_the_report() -> None
         if rank == 1:
             continue
         assert ending.code == 1
-        assert 0.3 < ending.after_s < 1.0
+        assert 0.3 < ending.after_s < 1.5
         assert f"[rank {rank}] Pipeline stopped: rank 1 (stage 1) failed: killed" in ending.said
         assert "called back about rank 1" in ending.said
 
@@ -172,17 +174,19 @@ def _computes(actor: Actor) -> None:
     if actor.rank == actor.scene.victim:
         actor.progress.doing = "a long computation"
         time.sleep(actor.scene.silence_s * 2)
-        sleep_holding_the_lock(actor.scene.silence_s * 0.7)
+        sleep_holding_the_lock(actor.scene.silence_s * 0.6)
+        time.sleep(actor.scene.silence_s / 2)  # a few heartbeats
         began = time.monotonic()
-        sum(range(30_000_000))
-        count = int(30_000_000 * actor.scene.silence_s * 2 / (time.monotonic() - began))
+        sum(range(3_000_000))
+        count = int(3_000_000 * actor.scene.silence_s * 2 / (time.monotonic() - began))
         sum(range(count))  # one bytecode: no other thread of this process runs meanwhile
     actor.run_pipeline(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_long_compute_is_not_killed(victim: int) -> None:
-    for ending in play(Scene(body=_computes, world_size=2, victim=victim, silence_s=0.8)):
+    for ending in play(Scene(body=_computes, world_size=2, victim=victim, silence_s=1.0)):
         assert (ending.code, "ended cleanly" in ending.said) == (0, True), ending.said
 
 
@@ -261,8 +265,8 @@ def test_explain_names_this_rank_when_its_peer_is_well() -> None:
         )
         for r in range(2)
     ]
-    for dog in dogs:
-        dog.start()
+    with ThreadPoolExecutor() as pool:  # start() waits for the others
+        list(pool.map(Watchdog.start, dogs))
     failure = dogs[1].explain(RuntimeError("Timed out after 30 s"), waiting_for=0)
     assert isinstance(failure, PipelineFailure)
     assert (failure.report.rank, failure.report.reporter) == (1, 1)
@@ -293,11 +297,33 @@ def test_a_used_store_is_refused() -> None:
         dog.stop()
 
 
+def test_a_rank_that_never_starts_is_named() -> None:
+    dog = Watchdog(dist.HashStore(), 1, 3, Progress(), join_s=0.2)
+    with pytest.raises(TimeoutError, match=r"2 of 3 ranks did not start .* \[0, 2\]"):
+        dog.start()
+    dog.stop()
+
+
+def test_a_failure_while_others_start_is_told_to_them() -> None:
+    store = dist.HashStore()
+    early, late = (Watchdog(store, r, 3, Progress(stage=r), join_s=5.0) for r in (0, 1))
+    with ThreadPoolExecutor() as pool:
+        starts = [pool.submit(early.start), pool.submit(late.start)]
+        time.sleep(0.1)
+        late.post_failure(late.describe(ValueError("no such layer")))
+        for start in starts:
+            with pytest.raises(PipelineFailure, match="no such layer"):
+                start.result()
+    for dog in (late, early):
+        dog.stop()
+
+
 def test_the_watch_must_be_more_patient_than_its_tick() -> None:
     with pytest.raises(ValueError, match=r"tick_s=2\.0 must be positive and at most"):
         Watchdog(dist.HashStore(), 0, 1, Progress(), silence_s=1.0, tick_s=2.0)
 
 
+@pytest.mark.slow
 def test_what_it_costs() -> None:
     """Printed, not asserted: the machine that runs the tests has other things to do."""
     progress = Progress(stage=0)
@@ -311,7 +337,7 @@ def test_what_it_costs() -> None:
     def busy() -> float:
         began = time.perf_counter()
         x = torch.zeros(64)
-        for _ in range(150_000):
+        for _ in range(100_000):
             x += 1.0
         return time.perf_counter() - began
 
@@ -321,7 +347,7 @@ def test_what_it_costs() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     without: list[float] = []
     watched: list[float] = []
-    for turn in range(5):
+    for turn in range(4):
         without.append(busy())
         dog = Watchdog(dist.PrefixStore(f"dog/{turn}", store), 0, 1, progress)
         dog.start()

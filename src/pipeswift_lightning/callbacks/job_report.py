@@ -202,6 +202,6 @@ def job_table(report: Report) -> Table:
         table.add_row(f"stage {stage}, measured bubble", f"{bubble:.1%}")
     if "monitor" in report:
         name, by_step = report["monitor"]["name"], report["monitor"]["by_step"]
-        for step, value in (by_step[0], by_step[-1]):
+        for step, value in by_step[:1] + by_step[1:][-1:]:
             table.add_row(f"{name}, step {step}", f"{value:.4f}")
     return table

@@ -192,18 +192,21 @@ class GPTModule(LightningModule):
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the batch's loss, and log it as ``train/loss``."""
-        return self._loss(batch, "train/loss")
+        loss = self._loss(batch)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["tokens"]))
+        return loss
 
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the batch's loss, and log it as ``val/loss``."""
-        return self._loss(batch, "val/loss")
-
-    def _loss(self, batch: dict[str, Tensor], name: str) -> Tensor:
-        logits = self.model(batch["tokens"], batch["mask"])
-        loss = per_sample_loss(logits, batch["targets"], batch["mask"]).mean()
-        self.log(name, loss, prog_bar=True, batch_size=len(batch["tokens"]))
+        loss = self._loss(batch)
+        size = len(batch["tokens"])
+        self.log("val/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
         return loss
+
+    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.model(batch["tokens"], batch["mask"])
+        return per_sample_loss(logits, batch["targets"], batch["mask"]).mean()
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

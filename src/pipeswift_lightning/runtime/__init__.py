@@ -1,1 +1,1 @@
-""""""
+"""Execute plans: torch and torch.distributed, no Lightning."""

@@ -6,17 +6,19 @@ computed locally and never sent. What depends on a parameter or on a layer of an
 run over a mixture of absent and present tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from typing_extensions import override
 
-__all__ = ["AbsentMode", "AbsentValueError", "to_absent"]
+__all__ = ["AbsentMode", "AbsentValueError", "entered", "to_absent"]
 
-_DEVICE_GETTER = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
 _READS = {
@@ -75,6 +77,7 @@ class AbsentMode(TorchFunctionMode):
         self.on_parameter = on_parameter
         self.resolve = resolve if resolve is not None else {}
 
+    @override
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -137,10 +140,20 @@ class AbsentMode(TorchFunctionMode):
         return self.resolve.get(id(tensor), tensor) if tensor.is_meta else tensor
 
     def _note(self, parameter: nn.Parameter) -> nn.Parameter:
-        assert self.on_parameter is not None  # noqa: S101 -- checked by the caller
+        assert self.on_parameter is not None
         self.on_parameter(parameter)
         return parameter
 
 
 def _meta_device(_: torch.device) -> torch.device:
     return torch.device("meta")
+
+
+@contextmanager
+def entered(mode: AbsentMode | None) -> Iterator[None]:
+    """Run a block in ``mode``, if there is one."""
+    if mode is None:
+        yield
+        return
+    with mode:
+        yield

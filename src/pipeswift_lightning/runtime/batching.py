@@ -1,14 +1,14 @@
-"""Split a collated batch into micro-batches, and describe batches so that ranks can compare them."""
+"""Split a collated batch into micro-batches; describe batches so that ranks can compare them."""
 
 import dataclasses
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 __all__ = ["BatchError", "batch_checksum", "batch_signature", "describe_batch", "num_samples"]
 __all__ += ["split_batch"]
@@ -66,7 +66,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
         msg = f"micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total}"
         raise BatchError(msg)
     bounds = np.cumsum([0, *sizes]).tolist()
-    return [_slice(batch, a, b, total) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [_slice(batch, a, b, total) for a, b in pairwise(bounds)]
 
 
 def _slice(value: Any, start: int, stop: int, total: int) -> Any:
@@ -113,20 +113,30 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def batch_signature(batch: Any) -> Hashable:
-    """Return what determines the shapes of activations: the structure, shapes and dtypes.
+    """Return what determines the shapes of activations: structure, shapes, dtypes and integers.
 
     Example:
         >>> batch_signature(torch.zeros(2, 3)) == batch_signature(torch.ones(2, 3))
         True
+        >>> batch_signature({"length": 2}) == batch_signature({"length": 3})
+        False
     """
-    leaves, spec = tree_flatten(batch)
-    return str(spec), tuple(_leaf_signature(leaf) for leaf in leaves)
+    if isinstance(batch, Tensor | np.ndarray):
+        return tuple(batch.shape), str(batch.dtype)
+    if isinstance(batch, int):
+        return batch
+    if isinstance(batch, Mapping):
+        return _name(batch), tuple((str(k), batch_signature(v)) for k, v in batch.items())
+    if isinstance(batch, list | tuple):
+        return _name(batch), tuple(map(batch_signature, batch))
+    if dataclasses.is_dataclass(batch):
+        fields = dataclasses.fields(batch)
+        return _name(batch), tuple(batch_signature(getattr(batch, f.name)) for f in fields)
+    return _name(batch)
 
 
-def _leaf_signature(leaf: Any) -> Hashable:
-    if isinstance(leaf, Tensor | np.ndarray):
-        return tuple(leaf.shape), str(leaf.dtype)
-    return type(leaf).__name__
+def _name(value: object) -> str:
+    return type(value).__name__
 
 
 def describe_batch(batch: Any) -> str:
@@ -138,11 +148,14 @@ def describe_batch(batch: Any) -> str:
     """
     if isinstance(batch, Mapping):
         return "{" + ", ".join(f"{k!r}: {describe_batch(v)}" for k, v in batch.items()) + "}"
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+        return f"{_name(batch)}{describe_batch(fields)}"
     if isinstance(batch, list | tuple) and len(batch) <= 16:
         return "(" + ", ".join(map(describe_batch, batch)) + ")"
     if isinstance(batch, Tensor | np.ndarray):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
-    return type(batch).__name__
+    return _name(batch)
 
 
 def batch_checksum(batch: Any) -> int:
@@ -167,5 +180,3 @@ def _sample(tensor: Tensor) -> bytes:
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     step = max(1, flat.numel() * flat.element_size() // _SAMPLED_BYTES)
     return flat[::step].contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-

@@ -7,7 +7,7 @@ a stage executes its own layers and the code between them, and each mask or posi
 on the batch alone is computed where it is used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,15 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
+from pipeswift_lightning.runtime.absent import AbsentMode, entered, to_absent
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
+from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
-
-
-class CutError(RuntimeError):
-    """The step does not call its layers in a way that can be cut into stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +85,7 @@ class LayerCut:
         self._uncut: set[int] = set()
         self._run: _Run | None = None
         self._discovery: Discovery | None = None
+        self.call = NetworkCall(network_name, len(self.layers), device)
         self._templates: dict[tuple[Any, ...], Any] = {}
         self._originals: list[tuple[nn.Module, Callable[..., Any]]] = []
 
@@ -95,16 +93,13 @@ class LayerCut:
         """Put the interception in place; `remove` takes it away."""
         for index, layer in enumerate(self.layers):
             self._intercept(layer, partial(self._call_layer, index))
-        if all(layer is not self.network for layer in self.layers):
-            self._intercept(self.network, self._call_network)
+        self._intercept(self.network, self._call_network)
 
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
         for module, forward in reversed(self._originals):
-            if forward == getattr(type(module), "forward", None):
-                continue
-            module.__dict__.pop("forward", None)
-            if getattr(module, "forward", None) != forward:
+            del module.forward
+            if module.forward != forward:  # it was an attribute of the instance already
                 module.forward = forward
         self._originals.clear()
 
@@ -115,10 +110,17 @@ class LayerCut:
 
     # -- discovery ----------------------------------------------------------------------------
 
-    def discover(self, step: Callable[[], Any], *, step_name: str) -> StepTrace:
+    def discover(
+        self, step: Callable[[], Any], *, step_name: str, names: Mapping[int, str]
+    ) -> StepTrace:
         """Run ``step`` once on absent values, and return the order and flow of its layers.
 
         Nothing is computed and no rank is needed: every rank finds the same trace by itself.
+
+        Args:
+            step: The user's step with its arguments bound.
+            step_name: How errors name the step.
+            names: Names of the module's parameters, by ``id``.
 
         Raises:
             CutError: The step calls no layer, or one of them twice.
@@ -135,14 +137,8 @@ class LayerCut:
             else:
                 break
         if not discovery.order:
-            msg = (
-                f"{step_name} did not call {self.network_name} (nor any of its "
-                f"{len(self.layers)} layers). Rule: the pipelined network is called exactly once "
-                f"in each step. Remedy: call it, or name the network that {step_name} does call: "
-                'PipeSwiftStrategy(network="...")'
-            )
-            raise CutError(msg)
-        return discovery.trace()
+            raise CutError(self.call.not_called(step_name))
+        return discovery.trace(names)
 
     def _discover_once(self, discovery: Discovery, step: Callable[[], Any]) -> None:
         self._discovery = discovery
@@ -192,7 +188,7 @@ class LayerCut:
         self._run = run
         try:
             reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
-            with _entered(mode):
+            with entered(mode):
                 output = step()
         except _ReachedBoundaryError:
             return Boundary(run.boundary)
@@ -215,21 +211,19 @@ class LayerCut:
             raise CutError(msg)
 
     def _call_network(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.call.answer is not None:
+            return self.call.answer(*args, **kwargs)
         if self._discovery is not None:
             output = original(*args, **kwargs)
             if self._discovery.order:
+                self._discovery.network_returned = True
                 raise DiscoveryDone
             return output
         run = self._run
         if run is not None:
             run.network_calls += 1
             if run.network_calls > 1:
-                msg = (
-                    f"{self.network_name} is called twice in one step. Rule: capture-and-inject "
-                    "pipelines a network that each step calls exactly once. Remedy: call it once "
-                    "on the concatenated inputs"
-                )
-                raise CutError(msg)
+                raise CutError(self.call.called_twice())
         return original(*args, **kwargs)
 
     def _call_layer(
@@ -285,7 +279,7 @@ class LayerCut:
     def _skip(
         self, run: _Run, index: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        assert run.trace is not None  # noqa: S101 -- only a traced run has a first layer > 0
+        assert run.trace is not None
         position = run.position - 1
         leaves, _ = tree_flatten((args, kwargs))
         self._remember(run, leaves, run.trace.inputs[position])
@@ -366,22 +360,13 @@ def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 @contextmanager
-def _entered(mode: AbsentMode | None) -> Iterator[None]:
-    if mode is None:
-        yield
-        return
-    with mode:
-        yield
-
-
-@contextmanager
 def _left(mode: AbsentMode | None) -> Iterator[None]:
     """Leave ``mode`` while a layer of this stage runs: nothing in it can be absent."""
     if mode is None:
         yield
         return
-    mode.__exit__(None, None, None)
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]

@@ -1,12 +1,13 @@
 """One pass of the step over absent values: which layers, in which order, fed by what."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
+from typing_extensions import override
 
 from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
 from pipeswift_lightning.runtime.trace import StepTrace, Value
@@ -14,7 +15,7 @@ from pipeswift_lightning.runtime.trace import StepTrace, Value
 __all__ = ["Discovery", "DiscoveryDone", "LayerCalledTwiceError"]
 
 
-class DiscoveryDone(BaseException):  # noqa: N818 -- a signal, not an error
+class DiscoveryDone(BaseException):
     """Ends discovery once the network has returned, before the user's loss and metrics run."""
 
 
@@ -33,6 +34,7 @@ class _TracingMode(AbsentMode):
         super().__init__(device, absent_parameters=True, on_parameter=discovery.note_parameter)
         self._discovery = discovery
 
+    @override
     def _run_absent(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -48,6 +50,7 @@ class Discovery:
     def __init__(self, device: torch.device) -> None:
         self.mode = _TracingMode(device, self)
         self.order: list[int] = []
+        self.network_returned = False
         self._gap = 0
         self._inside_layer = False
         self._alive: list[Any] = []  # ids stay unique only while the tensors live
@@ -94,9 +97,7 @@ class Discovery:
 
     # -- told by the cut ----------------------------------------------------------------------
 
-    def call_layer(
-        self, index: int, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def call_layer(self, index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Record the call of layer ``index`` and return its absent output."""
         if index in self.order:
             msg = (
@@ -157,8 +158,8 @@ class Discovery:
             self._last_use[value] = max(self._last_use[value], boundary)
         return value
 
-    def trace(self) -> StepTrace:
-        """Return what was seen."""
+    def trace(self, names: Mapping[int, str]) -> StepTrace:
+        """Return what was seen; ``names`` names the module's parameters by ``id``."""
         unnameable: dict[int, str] = {}
         for created, last in self._unnamed_uses:
             for boundary in range(max(created, 1), last + 1):
@@ -171,6 +172,11 @@ class Discovery:
             values=tuple(map(Value, self._created_in, self._named_at, self._last_use)),
             inputs=tuple(self._inputs),
             outputs=tuple(self._outputs),
-            parameter_gaps={k: frozenset(v) for k, v in self._parameter_gaps.items()},
+            parameter_gaps={
+                names[key]: frozenset(gaps)
+                for key, gaps in self._parameter_gaps.items()
+                if key in names
+            },
             unnameable=unnameable,
+            calls_network=self.network_returned,
         )

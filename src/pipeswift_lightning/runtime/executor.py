@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol, TypeVar, assert_never
+from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor
@@ -22,15 +22,14 @@ from pipeswift_lightning.plan.instructions import (
 )
 from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.runtime.communication import communicating
-from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending
-from pipeswift_lightning.runtime.recorder import Recorder
+from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, tensors_of
 from pipeswift_lightning.runtime.progress import Progress
+from pipeswift_lightning.runtime.recorder import Recorder
 
 __all__ = ["Executor", "StageProgram"]
 
-_T = TypeVar("_T")
 _MAX_SENDS = 8
-_WAITING = {what: f"waiting for the {what}" for what in ("activation", "gradient")}
+_WAITING = {False: "waiting for the activation", True: "waiting for the gradient"}
 
 
 class StageProgram(Protocol):
@@ -77,6 +76,7 @@ class Executor:
     Args:
         channel: Moves activations and gradients.
         stage_positions: The pipeline position (rank within the pipeline) of each stage.
+        ranks: The global rank at each position, for the watchdog; the positions if not given.
         progress: Where the watchdog reads what this rank is doing.
         recorder: Where events go; ``None`` records nothing.
         after_last_backward: Called when the row's last backward has run, while the sends and the
@@ -88,12 +88,14 @@ class Executor:
         channel: Channel,
         stage_positions: Sequence[int],
         *,
+        ranks: Sequence[int] | None = None,
         progress: Progress | None = None,
         recorder: Recorder | None = None,
         after_last_backward: Callable[[], None] | None = None,
     ) -> None:
         self._channel = channel
         self._positions = tuple(stage_positions)
+        self._ranks = tuple(ranks) if ranks is not None else tuple(range(len(self._positions)))
         self._last_stage = len(self._positions) - 1
         self._progress = progress if progress is not None else Progress()
         self._recorder = recorder
@@ -124,8 +126,10 @@ class Executor:
             self._saved.clear()
             self._pending.clear()
             self._sends.clear()
-            self._progress.doing = "between steps"
-            self._progress.waiting_for = None
+        # Only after success: a report on a failure must still find where it happened.
+        self._progress.doing = "between steps"
+        self._progress.micro_batch = None
+        self._progress.waiting_for = None
 
     def _step(self, instruction: Instruction, program: StageProgram, *, training: bool) -> None:
         stage, micro_batch = instruction.stage, instruction.micro_batch
@@ -157,9 +161,9 @@ class Executor:
         received: Any = None
         inputs: list[Tensor] = []
         if stage > 0:
-            received, inputs = self._wait(
-                stage, micro_batch, self._channel.wait_activation, "activation"
-            )
+            received = self._wait(stage, micro_batch, is_gradient=False)
+            if training:
+                inputs = _differentiable(received)
         self._mark("Forward", stage, micro_batch)
         start = perf_counter()
         try:
@@ -179,7 +183,7 @@ class Executor:
         saved = self._saved[stage, micro_batch]
         gradients: list[Tensor] = []
         if stage != self._last_stage:
-            gradients = self._wait(stage, micro_batch, self._channel.wait_gradient, "gradient")
+            gradients = self._wait(stage, micro_batch, is_gradient=True)
         self._mark("Backward", stage, micro_batch)
         start = perf_counter()
         try:
@@ -187,7 +191,7 @@ class Executor:
                 if saved.loss is not None:
                     program.backward(micro_batch, saved.loss)
             elif saved.edges:
-                torch.autograd.backward(saved.edges, gradients)  # type: ignore[arg-type]
+                torch.autograd.backward(saved.edges, gradients)
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise
@@ -206,20 +210,27 @@ class Executor:
     ) -> None:
         saved = self._saved[stage, micro_batch]
         self._mark("sending the activation", stage, micro_batch)
-        saved.sent, differentiable = self._channel.send_activation(
-            self._positions[stage + 1],
-            self._key(stage, micro_batch, program, training=training),
-            saved.output,
-        )
+        key = self._key(stage, micro_batch, program, training=training)
+        peer = self._positions[stage + 1]
+        try:
+            saved.sent = self._channel.send_activation(peer, key, saved.output)
+        except Exception:  # Only now: the words take longer than a send.
+            with communicating(f"stage {stage} sending micro-batch {micro_batch} forward", peer):
+                raise
         if training:
             # The graph needs no output data, only the edges into it.
-            saved.edges = [get_gradient_edge(tensor) for tensor in differentiable]
+            saved.edges = [get_gradient_edge(x) for x in _differentiable(saved.output)]
         saved.output = None
 
     def _send_gradient(self, stage: int, micro_batch: int) -> None:
         saved = self._saved[stage, micro_batch]
         self._mark("sending the gradient", stage, micro_batch)
-        flight = self._channel.send_gradient(self._positions[stage - 1], saved.gradients)
+        peer = self._positions[stage - 1]
+        try:
+            flight = self._channel.send_gradient(peer, saved.gradients)
+        except Exception:
+            with communicating(f"stage {stage} sending micro-batch {micro_batch} backward", peer):
+                raise
         saved.gradients = []
         self._keep_send(stage - 1, flight)
 
@@ -241,17 +252,16 @@ class Executor:
             return lower_stage, training, signature, micro_batch
         return lower_stage, training, signature
 
-    def _wait(
-        self, stage: int, micro_batch: int, wait: Callable[[Pending], _T], what: str
-    ) -> _T:
-        pending = self._pending.pop((stage, micro_batch, what == "gradient"))
-        self._mark(_WAITING[what], stage, micro_batch, pending.source)
+    def _wait(self, stage: int, micro_batch: int, *, is_gradient: bool) -> Any:
+        pending = self._pending.pop((stage, micro_batch, is_gradient))
+        doing = _WAITING[is_gradient]
+        self._mark(doing, stage, micro_batch, self._ranks[pending.source])
         start = perf_counter()
         try:
-            value = wait(pending)
-        except Exception:  # Only now: the words take longer than a wait that is over.
+            value = self._channel.wait(pending)
+        except Exception:
             with communicating(
-                f"stage {stage} waiting for the {what} of micro-batch {micro_batch} from position "
+                f"stage {stage} {doing} of micro-batch {micro_batch} from position "
                 f"{pending.source}",
                 pending.source,
             ):
@@ -267,7 +277,8 @@ class Executor:
 
     def _reap(self) -> None:
         peer, flight = self._sends.popleft()
-        self._progress.waiting_for = peer
+        self._progress.doing = "waiting for a message to leave"
+        self._progress.waiting_for = self._ranks[peer]
         try:
             flight.wait()
         except Exception:
@@ -286,6 +297,11 @@ class Executor:
     def _record(self, kind: EventKind, stage: int, micro_batch: int, start_s: float) -> None:
         if self._recorder is not None:
             self._recorder.add(kind, stage, micro_batch, start_s, perf_counter())
+
+
+def _differentiable(value: Any) -> list[Tensor]:
+    """Return the tensors whose gradient goes back; what is received was marked by the sender."""
+    return [x for x in tensors_of(value) if x.requires_grad]
 
 
 def _note(error: Exception, what: str, stage: int, micro_batch: int) -> None:

@@ -56,6 +56,10 @@ class FailureBoard:
         """Whether all ranks have joined."""
         return int(self._store.add("joined", 0)) >= self._world_size
 
+    def missing(self) -> list[int]:
+        """Return the ranks that have not joined; one operation a rank, for an error message."""
+        return [r for r in range(self._world_size) if not self._store.check([f"stamp/{r}"])]
+
     def neighbours(self, host: str) -> dict[int, ProcessIdentity]:
         """Return the other ranks on ``host`` that have joined so far, by rank."""
         count = self._store.add(f"host/{host}/count", 0)

@@ -63,7 +63,7 @@ class _Bucket:
         if self._work is not None:
             self._work.wait()
         sizes = [p.numel() for p in self._parameters]
-        *parts, flags = self._flat.split([*sizes, len(sizes)])
+        *parts, flags = torch.split(self._flat, [*sizes, len(sizes)])
         missing = any(p.grad is None for p in self._parameters)
         used = flags.tolist() if missing else [1.0] * len(sizes)
         for parameter, part, flag in zip(self._parameters, parts, used, strict=True):
@@ -98,9 +98,9 @@ def _chunks(tensors: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 @torch.no_grad()
 def broadcast_tensors(
-    tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup, device: torch.device
+    tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
-    """Copy the tensors of global rank ``source`` into those of the other ranks of ``group``."""
+    """Copy the tensors of rank ``source`` to the other ranks of ``group`` (``None``: all)."""
     for tensor in tensors:
         if not tensor.numel():
             continue

@@ -147,6 +147,5 @@ class MeshGroups:
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    group = dist.new_group(ranks)
-    assert group is not None  # noqa: S101 -- only None where torch has no distributed package
+    group: dist.ProcessGroup = dist.new_group(ranks)
     return group

@@ -76,9 +76,9 @@ def find_owners(
     for position, index in enumerate(trace.order):
         for parameter in layers[index].parameters():
             stages[table.names[id(parameter)]].add(partition.stage_of(position))
-    for key, gaps in trace.parameter_gaps.items():
-        if key in table.names:
-            stages[table.names[key]] |= {partition.stage_of(max(gap - 1, 0)) for gap in gaps}
+    for name, gaps in trace.parameter_gaps.items():
+        if name in stages:
+            stages[name] |= {partition.stage_of(max(gap - 1, 0)) for gap in gaps}
     last = len(partition.ranges) - 1
     owners = {name: tuple(sorted(found)) or (last,) for name, found in stages.items()}
     return Owners(owners, _buffer_owners(module, layers, trace, partition, owners))
@@ -148,7 +148,8 @@ class LocalShare:
             parameter = parameters[name]
             if name in self._given_up:
                 original = self._given_up.pop(name)
-                original.data = torch.empty_like(parameter, device=device)
+                # On the host: the whole module need not fit the device.
+                original.data = torch.empty_like(parameter, device="cpu")
                 original.requires_grad_(parameter.requires_grad)
                 self._place(name, original)
                 parameter = original
@@ -157,6 +158,12 @@ class LocalShare:
         for name, stage in self.owners.buffers.items():
             source = groups.mesh.rank(stage=stage, replica=replica)
             broadcast_tensors([buffers[name]], source, groups.pipeline, device)
+
+    def move_to(self, device: torch.device) -> None:
+        """Move what this stage owns to its device."""
+        for parameter in self.module.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
 
     def local(self) -> dict[str, nn.Parameter]:
         """The parameters that this stage owns, by canonical name."""

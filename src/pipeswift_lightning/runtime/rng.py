@@ -74,5 +74,7 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 def _cuda_generator(device: torch.device) -> torch.Generator | None:
     if device.type != "cuda":
         return None
-    index = device.index if device.index is not None else torch.cuda.current_device()
+    index: int | None = device.index
+    if index is None:
+        index = torch.cuda.current_device()
     return torch.cuda.default_generators[index]

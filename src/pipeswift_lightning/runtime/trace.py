@@ -34,16 +34,18 @@ class StepTrace:
         values: Every value that crosses at least one layer boundary.
         inputs: For each layer (in call order), pairs (argument leaf, value index).
         outputs: For each layer (in call order), pairs (output leaf, value index).
-        parameter_gaps: For each parameter (by ``id``) that is used outside the layers, the gaps.
+        parameter_gaps: For each parameter (by name) that is used outside the layers, the gaps.
         unnameable: Cuts that no stage could feed: boundary -> reason.
+        calls_network: Whether the step calls the network itself, not its layers one by one.
     """
 
     order: tuple[int, ...]
     values: tuple[Value, ...]
     inputs: tuple[tuple[tuple[int, int], ...], ...]
     outputs: tuple[tuple[tuple[int, int], ...], ...]
-    parameter_gaps: Mapping[int, frozenset[int]]
+    parameter_gaps: Mapping[str, frozenset[int]]
     unnameable: Mapping[int, str] = field(default_factory=dict)
+    calls_network: bool = True
 
     @property
     def num_layers(self) -> int:

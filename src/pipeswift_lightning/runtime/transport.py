@@ -2,10 +2,9 @@
 
 import threading
 from collections import defaultdict
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeswift_lightning.runtime.mesh import MeshGroups
@@ -52,10 +51,10 @@ class C10dTransport:
         self.device = device
         # The backend itself: a group's send goes through torch's dispatcher, which takes as long
         # as the send. A pair's group holds two ranks in rank order, which is that of positions.
-        self._to: dict[int, tuple[dist.Backend, int]] = {}
-        self._from: dict[int, tuple[dist.Backend, int]] = {}
+        self._to: dict[int, tuple[Any, int]] = {}
+        self._from: dict[int, tuple[Any, int]] = {}
         for (source, destination), group in groups.edges.items():
-            backend = group._get_backend(device)  # noqa: SLF001 -- used all over torch itself
+            backend = group._get_backend(device)  # torch's stubs do not know its send and recv
             if source == self.position:
                 self._to[destination] = backend, int(destination > source)
             else:
@@ -66,12 +65,14 @@ class C10dTransport:
     def send(self, tensor: Tensor, destination: int) -> Work:
         """Start sending ``tensor``."""
         backend, peer = self._to[destination]
-        return backend.send([tensor if self._as_is else _as_bytes(tensor)], peer, 0)
+        work: Work = backend.send([tensor if self._as_is else _as_bytes(tensor)], peer, 0)
+        return work
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Start receiving into ``tensor``."""
         backend, peer = self._from[source]
-        return backend.recv([tensor if self._as_is else _as_bytes(tensor)], peer, 0)
+        work: Work = backend.recv([tensor if self._as_is else _as_bytes(tensor)], peer, 0)
+        return work
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

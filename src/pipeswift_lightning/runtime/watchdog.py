@@ -72,6 +72,7 @@ class Watchdog:
         grace_s: Seconds the main thread has to notice a failure before the process is ended.
         unwind_s: Seconds it has to come out once it has called :meth:`explain` or
             :meth:`post_failure` (it runs exception hooks and closes loggers).
+        join_s: Seconds :meth:`start` waits for the other ranks.
         expected_parent_pid: End the process when it loses this parent; ``None`` to not look.
         on_abort: Called, best effort, before the process is ended from here.
 
@@ -96,6 +97,7 @@ class Watchdog:
         stage_of_rank: Callable[[int], int] | None = None,
         grace_s: float = 0.5,
         unwind_s: float = 10.0,
+        join_s: float = 300.0,
         expected_parent_pid: int | None = None,
         on_abort: Callable[[FailureReport], None] | None = None,
     ) -> None:
@@ -104,11 +106,13 @@ class Watchdog:
             raise ValueError(message)
         self._store = store  # keeps a hosted store alive
         self._rank = rank
+        self._world_size = world_size
         self._progress = progress
         self._silence_s = silence_s
         self._tick_s = max(tick_s, min(world_size * _TICK_S_PER_RANK, silence_s / 5))
         self._grace_s = grace_s
         self._unwind_s = unwind_s
+        self._join_s = join_s
         self._on_abort = on_abort
         self._board = FailureBoard(store, rank, world_size)  # the main thread's
         self._outcome = Outcome()
@@ -128,13 +132,31 @@ class Watchdog:
         self._guard = threading.Thread(target=self._keep, name="pipeswift-guard", daemon=True)
 
     def start(self) -> None:
-        """Join the other ranks and begin to watch.
+        """Begin to watch; every rank must call this, and it returns once all have.
+
+        From then on each rank knows its neighbours' processes, so that none can be lost unseen.
 
         Raises:
             ValueError: The store has been used by an earlier watchdog.
+            PipelineFailure: A rank failed meanwhile.
+            TimeoutError: Not all ranks came within ``join_s``; it names those that did not.
         """
         self._watcher.start()
         self._guard.start()
+        end = time.monotonic() + self._join_s
+        while not self._watcher.met.wait(self._tick_s / 5):
+            if self._outcome.report is not None:
+                self._main_knows.set()
+                self._wait_for_readers()
+                raise PipelineFailure(self._outcome.report)
+            if time.monotonic() > end:
+                missing = self._board.missing()
+                message = (
+                    f"{len(missing)} of {self._world_size} ranks did not start within join_s="
+                    f"{self._join_s:g} s, the first of them {missing[:8]}: look at their output"
+                )
+                raise TimeoutError(message)
+            self._watcher.look_now()
 
     def stop(self) -> None:
         """End the watch; from here on only the main thread ends this process.
@@ -144,8 +166,12 @@ class Watchdog:
         call twice, and on a watchdog that was never started.
         """
         self._stopped.set()
+        if self._outcome.report is None:
+            limit_s = LINGER_S + self._silence_s
+        else:  # the store may never answer again, and only its host still has a duty
+            limit_s = LINGER_S if self._rank == HOST_RANK else 2 * self._tick_s
         if self._watcher.is_running():
-            self._watcher.stop(LINGER_S + self._silence_s)
+            self._watcher.stop(limit_s)
         if self._guard.is_alive():
             self._guard.join()
 
@@ -228,9 +254,9 @@ class Watchdog:
             now_s = clock.advance()
             if self._stopped.is_set():
                 return
-            if suspicion is not None:  # a whole tick old, and not posted yet
+            if suspicion is not None:  # a tick old: a report in a living store would be here
                 self._outcome.settle(suspicion)
-            suspicion = self._watcher.suspicion
+            suspicion = self._watcher.dead_store_host()
             if self._watcher.beats != beats:
                 beats, heard_s = self._watcher.beats, now_s
             elif now_s - heard_s > self._silence_s:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pipeswift_lightning.runtime.deadlock import find_deadlock
 from pipeswift_lightning.runtime.failure import FailureKind, FailureReport, describe_exception
@@ -22,6 +23,7 @@ HOST_RANK = 0  # hosts the TCPStore, unless a launcher's agent does
 LINGER_S = 2.0  # how long the store's host waits for the others to have read the report
 _STORE_LOSS_S = 0.3  # a killed process closes its sockets a moment before it is seen as dead
 _LINGER_POLL_S = 0.01
+_BUSY_S = 0.02  # two ticks of the kernel's clock: a hung process does not use that much
 
 
 class AwakeClock:
@@ -64,6 +66,15 @@ class Outcome:
                 self.failed.set()
 
 
+@dataclass(slots=True)
+class _Heard:
+    """The last sign of life of the rank that this one watches."""
+
+    beat: int = -1
+    at_s: float = 0.0  # by this rank's clock
+    cpu_s: float | None = None  # its processor time half-way through this rank's patience
+
+
 class Watcher:
     """One tick: stamp, look for a posted failure, look after the neighbours.
 
@@ -96,9 +107,9 @@ class Watcher:
         parent_pid: int | None,
     ) -> None:
         self.beats = 0
+        self.met = threading.Event()  # all ranks have joined, and the neighbours are known
         self.neighbours: dict[int, ProcessIdentity] = {}  # ranks on this host
         self.host_stamp: Stamp | None = None  # the store host's last: readable when it is gone
-        self.suspicion: FailureReport | None = None  # about to be posted
         self._board = board
         self._outcome = outcome
         self._rank = rank
@@ -110,9 +121,9 @@ class Watcher:
         self._parent_pid = parent_pid
         self._identity = ProcessIdentity.current()
         self._clock = AwakeClock(silence_s / 4)
-        self._everyone_joined = False
         self._successor = (rank + 1) % world_size
-        self._heard = (-1, 0.0, 0.0)  # the successor's beat, when it was heard, its cpu time then
+        self._heard = _Heard()
+        self._ticked_s = time.monotonic()
         self._place: tuple[object, ...] = ()
         self._moved_s = 0.0  # when this rank last made progress
         self._next_walk_s = silence_s
@@ -169,10 +180,27 @@ class Watcher:
         cause = f"killed: process {identity.pid} on {identity.node} is gone and left no report"
         return self.report_on(rank, stamp, "killed", cause)
 
+    def dead_store_host(self) -> FailureReport | None:
+        """Return the report that rank 0 is gone, if it is, without asking the store.
+
+        The store may have died with it, or may block, because a forked child of rank 0 (a data
+        worker) still holds its sockets.
+        """
+        process = self.neighbours.get(HOST_RANK)
+        is_done = self.host_stamp is not None and self.host_stamp.is_done
+        if process is None or is_done or process.is_alive():
+            return None
+        stuck_s = time.monotonic() - self._ticked_s
+        if stuck_s > self._silence_s / 2:  # it hung first: a neighbour was quicker and ended it
+            cause = f"silent for {stuck_s:.1f} s: the rendezvous store did not answer"
+            return self.report_on(HOST_RANK, self.host_stamp, "silent", cause)
+        return self.killed(HOST_RANK, process, self.host_stamp)
+
     def _run(self) -> None:
         try:
             while not self._stopping.is_set() and not self._outcome.failed.is_set():
                 self._tick()
+                self._ticked_s = time.monotonic()
                 self._wake.wait(self._tick_s)
                 self._wake.clear()
             if not self._outcome.failed.is_set():
@@ -198,12 +226,14 @@ class Watcher:
             self._outcome.settle(report)
             return
         self._check_parent()
-        if self._everyone_joined:
+        if self.met.is_set():
             self._check_heartbeat()
             self._check_own_wait()
-        else:
-            self._everyone_joined = self._board.has_everyone_joined()
-            self.neighbours = self._board.neighbours(self._identity.host)
+            return
+        everyone_joined = self._board.has_everyone_joined()
+        self.neighbours = self._board.neighbours(self._identity.host)
+        if everyone_joined:
+            self.met.set()
 
     def _stamp(self, *, is_done: bool = False) -> Stamp:
         place = Stamp.of(self._progress, beat=0, still_s=0.0).place
@@ -223,34 +253,33 @@ class Watcher:
             if stamp is not None and stamp.is_done:
                 del self.neighbours[rank]
                 continue
-            # The store may have died with its host, or block while a forked child of the host
-            # holds its sockets: then the guard takes the suspicion for the truth.
-            self.suspicion = self.killed(rank, identity, stamp)
-            self._post(self.suspicion)
+            self._post(self.killed(rank, identity, stamp))
             return
 
     def _check_heartbeat(self) -> None:
         stamp, self.host_stamp = self._board.read([self._successor, HOST_RANK])
         if stamp.is_done:  # it watches no one any more: watch whom it watched
             self._successor = (self._successor + 1) % self._world_size
-            self._heard = (-1, 0.0, 0.0)
+            self._heard = _Heard()
             return
         if self._successor == self._rank:
             return
-        identity = self.neighbours.get(self._successor)
-        beat, heard_s, cpu_s = self._heard
-        quiet_s = self._clock.now_s - heard_s
-        if stamp.beat == beat and quiet_s <= self._silence_s:
+        if stamp.beat != self._heard.beat:
+            self._heard = _Heard(beat=stamp.beat, at_s=self._clock.now_s)
             return
-        # Only on a new beat or at the end of patience: reading /proc is not free.
-        used_s = identity.cpu_s() if identity is not None else 0.0
-        # Extension code may hold the interpreter lock for long: it computes, it is not lost.
-        if stamp.beat != beat or used_s - cpu_s > 0.1 * quiet_s:
-            self._heard = (stamp.beat, self._clock.now_s, used_s)
+        process = self.neighbours.get(self._successor)
+        quiet_s = self._clock.now_s - self._heard.at_s
+        if process is not None and quiet_s > self._silence_s / 2 and self._heard.cpu_s is None:
+            self._heard.cpu_s = process.cpu_s()
+        if quiet_s <= self._silence_s:
             return
         cause = f"silent for {quiet_s:.1f} s: no heartbeat"
-        if identity is not None and identity.is_stopped():
+        if process is not None and process.is_stopped():
             cause += ", its process is stopped"
+        elif process is not None and process.cpu_s() - (self._heard.cpu_s or 0.0) > _BUSY_S:
+            # Extension code may hold the interpreter lock for long: it computes, it is not lost.
+            self._heard = _Heard(beat=stamp.beat, at_s=self._clock.now_s)
+            return
         self._post(self.report_on(self._successor, stamp, "silent", cause))
 
     def _check_own_wait(self) -> None:
@@ -295,9 +324,8 @@ class Watcher:
         end = time.monotonic() + _STORE_LOSS_S
         while host is not None and host.is_alive() and time.monotonic() < end:
             time.sleep(_LINGER_POLL_S)
-        if host is not None and not host.is_alive():
-            report = self.killed(HOST_RANK, host, self.host_stamp)
-        else:
+        report = self.dead_store_host()
+        if report is None:
             cause = f"the rendezvous store is gone, and with it, most likely, its host: {exc}"
             report = self.report_on(HOST_RANK, self.host_stamp, "store", cause.split("\n")[0])
         self._outcome.settle(report)

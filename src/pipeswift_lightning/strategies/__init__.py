@@ -1,1 +1,1 @@
-""""""
+"""Lightning hooks turned into runtime calls."""

@@ -3,19 +3,35 @@
 from collections.abc import Sequence
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from pipeswift_lightning.runtime.mesh import Mesh
 from pipeswift_lightning.strategies.optimizers import unwrapped
 
-__all__ = ["ContractError", "check_module", "check_optimizers"]
+__all__ = ["ContractError", "check_layers", "check_module", "check_optimizers"]
 
 
 class ContractError(RuntimeError):
     """The LightningModule uses something that a pipeline cannot honour."""
+
+
+def check_layers(num_layers: int, mesh: Mesh, name: str) -> None:
+    """Check that each stage gets a layer.
+
+    Raises:
+        ContractError: There are fewer layers than stages.
+    """
+    if mesh.num_stages > num_layers:
+        msg = (
+            f"{name} has {num_layers} layers, but {mesh.num_stages} stages are asked for. Rule: "
+            f"each stage has a layer. Remedy: stages={num_layers} or fewer (devices beyond that "
+            "replicate the pipeline), or return finer layers from configure_pipeline()"
+        )
+        raise ContractError(msg)
 
 
 def check_module(module: LightningModule, precision: Precision, *, fitting: bool) -> None:
@@ -29,7 +45,7 @@ def check_module(module: LightningModule, precision: Precision, *, fitting: bool
             f"{type(module).__name__} sets automatic_optimization=False. Rule: the pipeline runs "
             "forward and backward of several micro-batches interleaved, so training_step cannot "
             "call manual_backward() or step optimizers itself (GANs and other modules with "
-            'several optimizers). Remedy: use automatic optimisation with one optimizer, or '
+            "several optimizers). Remedy: use automatic optimisation with one optimizer, or "
             'strategy="ddp" for this module'
         )
         raise ContractError(msg)

@@ -12,10 +12,12 @@ from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import communicating
-from pipeswift_lightning.strategies.options import PipelineOptions
-from pipeswift_lightning.strategies.records import merge_outputs, merge_records, replay
+from pipeswift_lightning.strategies.loss_scope import LossPolicy
+from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.records import MergedLog, replay
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
+from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["StepHook", "StepRunner"]
 
@@ -44,13 +46,15 @@ class StepRunner:
         self._seed = torch.initial_seed()
         self._evaluations = 0
         self._largest_batch = 0
+        self._policy = LossPolicy(options.loss)
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
         batch, *rest = args
         call = self._call(hook, batch, tuple(rest), precision)
-        program = self._session.run(call, batch)
-        output, logs = self._share(program, call)
+        scope, check = self._scope(hook, call)
+        program = self._session.run(call, scope)
+        output, logs = self._share(program, check=check)
         replay(self._module, logs, self._session.device)
         return output
 
@@ -61,9 +65,7 @@ class StepRunner:
         total = num_samples(batch)
         training = hook is StepHook.TRAINING
         smaller = not training or total < self._largest_batch
-        plan = self._options.sizes(
-            total, self._session.num_stages, may_be_smaller=smaller
-        )
+        plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer
@@ -75,6 +77,7 @@ class StepRunner:
         }
         return StepCall(
             hook=hook.method,
+            batch=batch,
             micro_batches=split(batch, plan.sizes),
             rest=rest,
             sizes=plan.sizes,
@@ -90,16 +93,30 @@ class StepRunner:
         replica = self._session.groups.coordinate.replica
         return (self._seed, replica, hook, step, self._evaluations)
 
-    def _share(self, program: StepProgram, call: StepCall) -> tuple[Any, Any]:
+    def _scope(self, hook: StepHook, call: StepCall) -> tuple[LossScope, bool]:
+        """Evaluation always sees whole batches: forward-only, that costs only the outputs."""
+        if len(call.sizes) == 1 or not self._session.can_capture(call):
+            return LossScope.PER_SAMPLE, False
+        if hook is StepHook.TRAINING:
+            return self._policy.next_step()
+        return LossScope.WHOLE_BATCH, False
+
+    def _share(
+        self, program: StepProgram | WholeBatchProgram, *, check: bool
+    ) -> tuple[Any, list[MergedLog]]:
         """Send the last stage's output and logs to all stages."""
         session = self._session
-        result: tuple[Any, Any] = (None, [])
+        result: tuple[Any, list[MergedLog], str | None] = (None, [], None)
         if session.is_last:
-            ids = range(len(call.sizes))
-            result = (
-                self._merged_output(program, call),
-                merge_records([program.records[i] for i in ids], call.sizes),
-            )
+            found = session.check(program) if check else None
+            result = (*program.result(), found)
+        output, logs, found = self._from_last_stage(result)
+        if check:
+            self._policy.learn(found)
+        return output, logs
+
+    def _from_last_stage(self, result: Any) -> Any:
+        session = self._session
         if session.num_stages == 1:
             return result
         box = [tree_map_only(Tensor, lambda t: t.cpu(), result)] if session.is_last else [None]
@@ -108,19 +125,5 @@ class StepRunner:
         )
         with communicating("waiting for the last stage's loss and logs"):
             dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
-        output, logs = box[0]  # type: ignore[misc]
-        return tree_map_only(Tensor, lambda t: t.to(session.device), output), logs
-
-    @staticmethod
-    def _merged_output(program: StepProgram, call: StepCall) -> Any:
-        outputs = [program.outputs[i] for i in range(len(call.sizes))]
-        skipped = [output is None for output in outputs]
-        if any(skipped) and not all(skipped) and call.training:
-            msg = (
-                f"{call.hook} returned None for micro-batches "
-                f"{[i for i, s in enumerate(skipped) if s]} of {len(skipped)}. Rule: a step is "
-                "skipped for a whole batch or not at all. Remedy: return a zero loss instead "
-                "(0 * output.sum())"
-            )
-            raise RuntimeError(msg)
-        return None if any(skipped) else merge_outputs(outputs, call.sizes)
+        output, logs, found = box[0]  # type: ignore[misc]
+        return tree_map_only(Tensor, lambda t: t.to(session.device), output), logs, found

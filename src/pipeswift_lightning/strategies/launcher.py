@@ -12,6 +12,12 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from pipeswift_lightning.strategies.hydra_job import (
+    hydra_child_command,
+    in_hydra_job,
+    mark_hydra_job,
+)
+
 __all__ = ["PARENT_VARIABLE", "PipelineLauncher", "launcher_pid"]
 
 PARENT_VARIABLE = "PIPESWIFT_LAUNCHER_PID"
@@ -28,9 +34,10 @@ def launcher_pid() -> int | None:
 
 
 class PipelineLauncher(_SubprocessScriptLauncher):
-    """Lightning's script launcher, with two differences.
+    """Lightning's script launcher, with three differences.
 
-    Children learn their parent's pid, so that they end when it is killed. And when a child fails,
+    Children learn their parent's pid, so that they end when it is killed. Under Hydra a child gets
+    its parent's one resolved job. And when a child fails,
     the others get time to report the cause: Lightning's own observer kills rank 0 at once, often
     before it has printed anything.
     """
@@ -50,12 +57,29 @@ class PipelineLauncher(_SubprocessScriptLauncher):
     def _start_children(self) -> None:
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         try:
-            self._call_children_scripts()
+            if in_hydra_job():
+                self._call_hydra_children()
+            else:
+                self._call_children_scripts()
         finally:
             del os.environ[PARENT_VARIABLE]
         threading.Thread(
             target=_observe, args=(self.procs,), name="pipeswift-children", daemon=True
         ).start()
+
+    def _call_hydra_children(self) -> None:
+        self._check_can_spawn_children()
+        mark_hydra_job()
+        environment = self.cluster_environment
+        os.environ["MASTER_ADDR"] = environment.main_address
+        os.environ["MASTER_PORT"] = str(environment.main_port)
+        os.environ["NODE_RANK"] = str(environment.node_rank())
+        os.environ["LOCAL_RANK"] = str(environment.local_rank())
+        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        for local_rank in range(1, self.num_processes):
+            command, cwd = hydra_child_command(local_rank)
+            variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            self.procs.append(subprocess.Popen(command, env=variables, cwd=cwd))
 
 
 def _observe(children: list["subprocess.Popen[bytes]"]) -> None:

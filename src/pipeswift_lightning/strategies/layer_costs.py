@@ -12,21 +12,17 @@ __all__ = ["layer_costs"]
 _FIXED = 1.0
 
 
-def layer_costs(
-    module: nn.Module, layers: Sequence[nn.Module], trace: StepTrace
-) -> list[float]:
+def layer_costs(module: nn.Module, layers: Sequence[nn.Module], trace: StepTrace) -> list[float]:
     """Return relative costs of the layers, in call order: multiplications for each token.
 
     A matrix costs its number of elements; a look-up table costs nothing. Code between layers (a
     head, say) is charged to the layer whose stage runs it.
     """
-    tables = {
-        id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)
-    }
-    loose = {id(p): p for p in module.parameters()}
+    tables = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    loose = dict(module.named_parameters())
     costs = [_FIXED + _cost(layers[index].parameters(), tables) for index in trace.order]
-    for key, gaps in trace.parameter_gaps.items():
-        parameter = loose.get(key)
+    for name, gaps in trace.parameter_gaps.items():
+        parameter = loose.get(name)
         if parameter is None:
             continue
         for gap in gaps:

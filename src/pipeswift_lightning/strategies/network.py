@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
+from typing_extensions import override
 
 __all__ = ["NetworkError", "PipelinedNetwork", "find_network"]
 
@@ -35,6 +36,11 @@ class PipelinedNetwork:
     layers: tuple[nn.Module, ...]
     chain: bool = field(default=False)
 
+    @property
+    def has_forward(self) -> bool:
+        """Whether the network can be called itself."""
+        return self.chain or type(self.module).forward is not nn.Module.forward
+
 
 def find_network(module: LightningModule, name: str | None) -> PipelinedNetwork:
     """Return the network of ``module`` that is to be pipelined.
@@ -58,10 +64,8 @@ def find_network(module: LightningModule, name: str | None) -> PipelinedNetwork:
     if hook is not None:
         layers = _hooked_layers(hook)
         return PipelinedNetwork(shown, network, layers, chain=_needs_chain(network, layers))
-    layers = _registered_layers(network)
-    if not layers:
-        msg = f"{shown} ({type(network).__name__}) holds no layer with parameters to pipeline"
-        raise NetworkError(msg)
+    # A network without parts, such as a single nn.Linear, is one layer.
+    layers = _registered_layers(network) or (network,)
     return PipelinedNetwork(shown, network, layers)
 
 
@@ -113,7 +117,7 @@ def _named(module: LightningModule, name: str) -> nn.Module:
         raise NetworkError(msg) from None
 
 
-def _hook(module: nn.Module) -> Callable[[], Sequence[Any]] | None:
+def _hook(module: nn.Module) -> Callable[[], Any] | None:
     hook = getattr(module, "configure_pipeline", None)
     return hook if callable(hook) else None
 
@@ -125,16 +129,16 @@ class _Wrapped(nn.Module):
         super().__init__()
         self._function = function
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
         return self._function(*args, **kwargs)
 
 
-def _hooked_layers(hook: Callable[[], Sequence[Any]]) -> tuple[nn.Module, ...]:
+def _hooked_layers(hook: Callable[[], Any]) -> tuple[nn.Module, ...]:
     returned = hook()
-    entries = list(returned) if isinstance(returned, list | tuple | nn.ModuleList) else None
-    if isinstance(returned, nn.Sequential):
-        entries = list(returned)
+    is_listing = isinstance(returned, list | tuple | nn.ModuleList | nn.Sequential)
+    entries = list(returned) if is_listing else None
     if not entries or not all(callable(entry) for entry in entries):
         msg = (
             f"configure_pipeline() returned {returned!r}. Rule: it returns the network's layers "

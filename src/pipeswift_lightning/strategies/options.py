@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pipeswift_lightning.plan.microbatches import (
     MicroBatches,
@@ -11,11 +12,19 @@ from pipeswift_lightning.plan.microbatches import (
 )
 from pipeswift_lightning.plan.schedules import build_schedule
 
-__all__ = ["OptionError", "PipelineOptions"]
+__all__ = ["LossScope", "OptionError", "PipelineOptions"]
 
 
 class OptionError(ValueError):
     """An argument of the strategy does not make sense."""
+
+
+class LossScope(StrEnum):
+    """What the user's loss sees at a time: see `PipeSwiftStrategy`'s ``loss``."""
+
+    AUTO = "auto"
+    PER_SAMPLE = "per_sample"
+    WHOLE_BATCH = "whole_batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,7 @@ class PipelineOptions:
     warm_up: tuple[int, ...] | float | None = None
     partition: tuple[int, ...] | None = None
     dynamic_shapes: bool = False
+    loss: LossScope = LossScope.AUTO
     receive_window: int = 1
 
     def __post_init__(self) -> None:
@@ -52,7 +62,7 @@ class PipelineOptions:
         build_schedule(self.schedule, stages, 2 * stages, warm_up=warm_up)
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 -- the user's own arguments, one by one
         cls,
         *,
         stages: int | None,
@@ -61,11 +71,14 @@ class PipelineOptions:
         warm_up: Sequence[int] | float | None,
         partition: Sequence[int] | None,
         dynamic_shapes: bool,
+        loss: str,
         receive_window: int,
     ) -> "PipelineOptions":
         """Check and freeze what the user gave."""
         if isinstance(micro_batches, str) and micro_batches != "auto":
             _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
+        if loss not in list(LossScope):
+            _refuse("loss", loss, " or ".join(map(repr, map(str, LossScope))))
         counts: int | tuple[int, ...] | None
         if micro_batches is None or isinstance(micro_batches, str):
             counts = None
@@ -81,6 +94,7 @@ class PipelineOptions:
             warm_up=depth,
             partition=None if partition is None else tuple(partition),
             dynamic_shapes=dynamic_shapes,
+            loss=LossScope(loss),
             receive_window=receive_window,
         )
 

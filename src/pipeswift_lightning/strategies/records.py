@@ -38,7 +38,6 @@ class MergedLog:
 def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
     """Collect the calls of ``self.log`` (and ``log_dict``) instead of making them."""
     records: list[LogRecord] = []
-    metric_names = {id(m): n for n, m in module.named_modules() if isinstance(m, Metric)}
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
@@ -46,7 +45,7 @@ def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
             msg = f"self.log({name!r}, <dict>): log a dict with self.log_dict"
             raise TypeError(msg)
         if isinstance(value, Metric):
-            metric = metric_names.get(id(value))
+            metric = next((n for n, m in module.named_modules() if m is value), None)
             cached = getattr(value, "_forward_cache", None)
             records.append(LogRecord(name, _detached(cached), metric, options))
             return
@@ -74,9 +73,7 @@ def _detached(value: Any) -> Tensor | None:
     return value.detach().clone() if isinstance(value, Tensor) else None
 
 
-def merge_records(
-    records: Sequence[Sequence[LogRecord]], sizes: Sequence[int]
-) -> list[MergedLog]:
+def merge_records(records: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> list[MergedLog]:
     """Merge the records of each micro-batch into those of the batch.
 
     Means are weighted by the micro-batch's samples (or by its ``batch_size`` argument), which is
@@ -96,9 +93,7 @@ def merge_records(
     return [_merge_one(name, entries, sum(sizes)) for name, entries in grouped.items()]
 
 
-def _merge_one(
-    name: str, entries: list[tuple[LogRecord, float]], num_samples: int
-) -> MergedLog:
+def _merge_one(name: str, entries: list[tuple[LogRecord, float]], num_samples: int) -> MergedLog:
     first = entries[0][0]
     options = dict(entries[-1][0].options)
     if options.get("batch_size") is not None:
@@ -169,7 +164,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     flat = [tree_flatten(output) for output in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
         return outputs[-1]
-    leaves = [_merge_leaf(list(column), sizes) for column in zip(*(f[0] for f in flat), strict=True)]
+    leaves = [
+        _merge_leaf(list(column), sizes) for column in zip(*(f[0] for f in flat), strict=True)
+    ]
     return tree_unflatten(leaves, flat[0][1])
 
 
@@ -181,7 +178,7 @@ def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
             return leaves[-1]
         weights = torch.tensor(sizes, dtype=torch.float64, device=leaves[0].device) / sum(sizes)
         return (torch.stack([x.double() for x in leaves]) * weights).sum().to(leaves[0].dtype)
-    if all(leaf.dim() and leaf.shape[0] == n for leaf, n in zip(leaves, sizes, strict=True)):
-        if len({leaf.shape[1:] for leaf in leaves}) == 1:
-            return torch.cat(leaves)
+    by_sample = all(x.dim() and x.shape[0] == n for x, n in zip(leaves, sizes, strict=True))
+    if by_sample and len({leaf.shape[1:] for leaf in leaves}) == 1:
+        return torch.cat(leaves)
     return leaves[-1]

@@ -1,7 +1,8 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,16 +11,19 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch
-from pipeswift_lightning.runtime.cut import CutError, LayerCut
+from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
+from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
@@ -27,10 +31,13 @@ from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
 from pipeswift_lightning.strategies.layer_costs import layer_costs
+from pipeswift_lightning.strategies.loss_scope import difference
+from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
+from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["PipelineSession"]
 
@@ -77,9 +84,12 @@ class PipelineSession:
         self.cut = LayerCut(
             network.module, network.layers, network_name=network.name, device=device
         )
+        self._running = False
+        self._metrics = SharedMetrics(module, groups, device, lambda: self._running)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
+            ranks=groups.mesh.pipeline_ranks(groups.coordinate.replica),
             progress=progress,
             recorder=self.recorder,
         )
@@ -104,10 +114,17 @@ class PipelineSession:
         if self.network.chain:
             self.network.module.forward = partial(_run_chain, self.network.layers)
         self.cut.install()
+        self._metrics.open()
 
     # -- one step -----------------------------------------------------------------------------
 
-    def run(self, call: StepCall, batch: Any) -> StepProgram:
+    def can_capture(self, call: StepCall) -> bool:
+        """Whether the step calls the network itself, so that its loss may see the whole batch."""
+        with preserved_rng(self.device):
+            trace = self._trace(call)
+        return trace.calls_network if trace is not None else self.network.has_forward
+
+    def run(self, call: StepCall, scope: LossScope) -> StepProgram | WholeBatchProgram:
         """Run one step over the pipeline.
 
         Raises:
@@ -118,29 +135,59 @@ class PipelineSession:
         self._progress.doing = "comparing batch and plan with the other stages"
         with preserved_rng(self.device):
             trace = self._trace(call)
-            plan = self._plan(call)
-            self._agree(plan, batch)
-            first, last = self._range()
-            program = StepProgram(self.module, self.cut, trace, first, last, call)
-            self.recorder.begin()
-            row = plan.schedule.rows[self.stage]
-            self._executor.run(row, program, training=call.training)
+            whole = scope is LossScope.WHOLE_BATCH
+            plan = self._plan(call, whole=whole)
+            facts = {
+                "plan": plan.digest,
+                "micro-batches": str(plan.micro_batches.sizes),
+                "layers": str(self._order),
+                "loss": scope,
+            }
+            self._agree({**facts, **_batch_facts(call)})
+            kind = WholeBatchProgram if whole else StepProgram
+            program = kind(self.module, self.cut, trace, *self._range(), call)
+            self._running = True
+            try:
+                self._execute(program, plan, training=call.training)
+            finally:
+                self._running = False
         return program
 
+    def _execute(
+        self, program: StepProgram | WholeBatchProgram, plan: Plan, *, training: bool
+    ) -> None:
+        self.recorder.begin()
+        row = plan.schedule.rows[self.stage]
+        if isinstance(program, StepProgram):
+            self._executor.run(row, program, training=training)
+            return
+        program.prepare()
+        self._executor.run(row, program, training=training)
+        program.complete(is_last=self.is_last)
+
+    def check(self, program: StepProgram | WholeBatchProgram) -> str | None:
+        """Return which value of the step its micro-batches do not give alike (last stage)."""
+        if not isinstance(program, WholeBatchProgram):
+            return None
+        self._running = True
+        try:
+            with preserved_rng(self.device), self._metrics.untouched():
+                return difference(program)
+        finally:
+            self._running = False
+
     def _range(self) -> tuple[int, int]:
-        assert self.partition is not None  # noqa: S101 -- set by _trace
+        assert self.partition is not None
         layers = self.partition.ranges[self.stage]
         return layers.start, layers.stop
 
-    def _plan(self, call: StepCall) -> Plan:
-        assert self.partition is not None  # noqa: S101 -- set by _trace
-        from pipeswift_lightning.plan.microbatches import MicroBatches
-
+    def _plan(self, call: StepCall, *, whole: bool) -> Plan:
+        assert self.partition is not None
         plan = make_plan(
             partition=self.partition,
             micro_batches=MicroBatches(call.sizes),
-            schedule_name=self.options.schedule,
-            warm_up=self.options.warm_up,
+            schedule_name="gpipe" if whole else self.options.schedule,
+            warm_up=None if whole else self.options.warm_up,
             training=call.training,
             receive_window=self.options.receive_window,
         )
@@ -148,17 +195,11 @@ class PipelineSession:
             self.plan = plan
         return plan
 
-    def _agree(self, plan: Plan, batch: Any) -> None:
+    def _agree(self, facts: Mapping[str, str]) -> None:
         if self.num_stages == 1:
             return
-        facts = {
-            "plan": plan.digest,
-            "micro-batches": str(plan.micro_batches.sizes),
-            "layers": str(self._order),
-            "batch": describe_batch(batch),
-            "samples (checksum)": str(batch_checksum(batch)),
-        }
-        require_agreement(facts, self.groups.pipeline, self.device)
+        with communicating("comparing batch and plan with the other stages"):
+            require_agreement(facts, self.groups.pipeline, self.device)
 
     # -- assembly -----------------------------------------------------------------------------
 
@@ -171,10 +212,12 @@ class PipelineSession:
         key = (call.hook, self.module.training, _structure(first))
         trace = self._traces.get(key)
         if trace is None:
+            self._agree(_batch_facts(call))
             trace = self._discover(call, first)
             if self.partition is None:
                 self._assemble(trace)
-            self._check_fits(trace, call.hook)
+            else:
+                self._check_fits(trace, call.hook)
             self._traces[key] = trace
         return trace
 
@@ -182,13 +225,12 @@ class PipelineSession:
         step = partial(getattr(self.module, call.hook), first, *call.rest)
         reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
         with recorded(self.module), torch.no_grad(), call.context():
-            return self.cut.discover(step, step_name=call.hook)
+            names = ParameterTable.of(self.module).names
+            return self.cut.discover(step, step_name=call.hook, names=names)
 
     def _assemble_single(self) -> None:
         if self.partition is None:
-            self.partition = explicit_partition(
-                max(1, len(self.network.layers)), starts=[0]
-            )
+            self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
@@ -196,10 +238,9 @@ class PipelineSession:
         self._order = trace.order
         owners = find_owners(self.module, self.network.layers, trace, self.partition)
         self.groups.create_shared(list(owners.shared()))
-        self.share = LocalShare(
-            self.module, owners, ParameterTable.of(self.module), self.stage
-        )
+        self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
         self.share.give_up_foreign()
+        self.share.move_to(self.device)
         self._on_assembled()
 
     def _solve(self, trace: StepTrace) -> Partition:
@@ -228,12 +269,12 @@ class PipelineSession:
                 "other layers from configure_pipeline()"
             )
             raise CutError(msg)
-        units = [sum(costs[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        units = [sum(costs[a:b]) for a, b in pairwise(bounds)]
         solved = solve_partition(units, self.num_stages)
         return Partition(tuple(starts[i] for i in solved.starts), trace.num_layers)
 
     def _check_fits(self, trace: StepTrace, hook: str) -> None:
-        assert self.partition is not None and self.share is not None  # noqa: S101, PT018
+        assert self.partition is not None and self.share is not None  # noqa: PT018
         if trace.order != self._order:
             msg = (
                 f"{hook} calls the layers of {self.network.name} in the order {trace.order}, but "
@@ -243,9 +284,8 @@ class PipelineSession:
             raise CutError(msg)
         owners = find_owners(self.module, self.network.layers, trace, self.partition)
         for name, stages in owners.parameters.items():
-            used = any(self._name_of(key) == name for key in trace.parameter_gaps)
             missing = set(stages) - set(self.share.owners.parameters[name])
-            if used and missing:
+            if name in trace.parameter_gaps and missing:
                 msg = (
                     f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
                     f"stage {self.share.owners.parameters[name]} only. Rule: code outside the "
@@ -253,10 +293,6 @@ class PipelineSession:
                     "module that holds it a layer, by configure_pipeline()"
                 )
                 raise CutError(msg)
-
-    def _name_of(self, key: int) -> str | None:
-        assert self.share is not None  # noqa: S101 -- only called once assembled
-        return ParameterTable.of(self.module).names.get(key, self.share.table.names.get(key))
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
@@ -278,6 +314,13 @@ class PipelineSession:
             return dict(self.module.named_parameters())
         return self.share.local()
 
+    def counted_parameters(self) -> set[int]:
+        """``id`` of the parameters that this stage counts in global norms: shared ones once."""
+        if self.share is None:
+            return {id(p) for p in self.module.parameters()}
+        owners = self.share.owners.parameters
+        return {id(p) for n, p in self.share.local().items() if owners[n][0] == self.stage}
+
     def timeline(self) -> Timeline:
         """The last step of this rank's pipeline; collective over the pipeline."""
         every: list[Any] = [None] * self.num_stages
@@ -287,6 +330,7 @@ class PipelineSession:
 
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""
+        self._metrics.close()
         self.cut.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
@@ -302,10 +346,15 @@ def _run_chain(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     return value
 
 
+def _batch_facts(call: StepCall) -> dict[str, str]:
+    return {
+        "batch": describe_batch(call.batch),
+        "samples (checksum)": str(batch_checksum(call.batch)),
+    }
+
+
 def _structure(batch: Any) -> Hashable:
     leaves, spec = tree_flatten(batch)
     return str(spec), tuple(
         (str(x.dtype), x.ndim) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves
     )
-
-

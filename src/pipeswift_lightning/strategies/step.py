@@ -15,9 +15,15 @@ from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
-from pipeswift_lightning.strategies.records import LogRecord, recorded
+from pipeswift_lightning.strategies.records import (
+    LogRecord,
+    MergedLog,
+    merge_outputs,
+    merge_records,
+    recorded,
+)
 
-__all__ = ["StepCall", "StepProgram"]
+__all__ = ["StepCall", "StepProgram", "loss_of", "without_graph"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +32,7 @@ class StepCall:
 
     Attributes:
         hook: ``"training_step"``, ``"validation_step"`` and so on.
+        batch: The whole batch.
         micro_batches: The micro-batches.
         rest: The hook's arguments after the batch.
         sizes: Samples of each micro-batch.
@@ -35,6 +42,7 @@ class StepCall:
     """
 
     hook: str
+    batch: Any
     micro_batches: Sequence[Any]
     rest: tuple[Any, ...]
     sizes: tuple[int, ...]
@@ -70,9 +78,7 @@ class StepProgram(StageProgram):
     @override
     def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
         call = self.call
-        step = partial(
-            getattr(self.module, call.hook), call.micro_batches[micro_batch], *call.rest
-        )
+        step = partial(getattr(self.module, call.hook), call.micro_batches[micro_batch], *call.rest)
         with recorded(self.module) as records, call.context():
             result = self.cut.run(
                 step,
@@ -85,34 +91,36 @@ class StepProgram(StageProgram):
             )
         if isinstance(result, Boundary):
             return result.values
-        self.outputs[micro_batch] = _without_graph(result.output)
+        self.outputs[micro_batch] = without_graph(result.output)
         self.records[micro_batch] = records
         return self._loss(result.output, micro_batch) if call.training else None
 
     def _loss(self, output: Any, micro_batch: int) -> Tensor | None:
-        loss = output.get("loss") if isinstance(output, dict) else output
+        loss = loss_of(output)
         if loss is None:
             return None
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            msg = (
-                f"training_step returned {type(output).__name__} for a micro-batch. Rule: it "
-                "returns the loss as a tensor of one element, a dict with the key 'loss', or None"
-            )
-            raise TypeError(msg)
-        if loss.is_meta:
-            msg = (
-                "the loss depends on a value that an earlier stage computes and no layer passes "
-                "on. Rule: what crosses a cut is an argument or an output of a layer. Remedy: "
-                "compute it from the network's output or from the batch, or name the layers in "
-                "configure_pipeline()"
-            )
-            raise RuntimeError(msg)
         weight = self.call.sizes[micro_batch] / sum(self.call.sizes)
         return loss * (weight / self.call.loss_divisor)
 
     @override
     def backward(self, micro_batch: int, loss: Tensor) -> None:
         self.module.backward(loss)
+
+    def result(self) -> tuple[Any, list[MergedLog]]:
+        """Return the step's output and logs for the whole batch (last stage)."""
+        ids = range(len(self.call.sizes))
+        outputs = [self.outputs[i] for i in ids]
+        logs = merge_records([self.records[i] for i in ids], self.call.sizes)
+        skipped = [output is None for output in outputs]
+        if any(skipped) and not all(skipped) and self.call.training:
+            msg = (
+                f"{self.call.hook} returned None for micro-batches "
+                f"{[i for i, s in enumerate(skipped) if s]} of {len(skipped)}. Rule: a step is "
+                "skipped for a whole batch or not at all. Remedy: return a zero loss instead "
+                "(0 * output.sum())"
+            )
+            raise RuntimeError(msg)
+        return (None if any(skipped) else merge_outputs(outputs, self.call.sizes)), logs
 
     @override
     def signature(self, micro_batch: int) -> Hashable:
@@ -123,13 +131,39 @@ class StepProgram(StageProgram):
         return known
 
 
-def _without_graph(output: Any) -> Any:
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss in what ``training_step`` returned; ``None`` if it skips the batch.
+
+    Raises:
+        TypeError: It is no tensor of one element.
+        RuntimeError: It depends on a value of another stage.
+    """
+    loss = output.get("loss") if isinstance(output, dict) else output
+    if loss is None:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        msg = (
+            f"training_step returned {type(output).__name__}. Rule: it returns the loss as a "
+            "tensor of one element, a dict with the key 'loss', or None"
+        )
+        raise TypeError(msg)
+    if loss.is_meta:
+        msg = (
+            "the loss depends on a value that an earlier stage computes and no layer passes on. "
+            "Rule: what crosses a cut is an argument or an output of a layer. Remedy: compute it "
+            "from the network's output or from the batch, or name the layers in "
+            "configure_pipeline()"
+        )
+        raise RuntimeError(msg)
+    return loss
+
+
+def without_graph(output: Any) -> Any:
+    """Return ``output`` with its tensors detached."""
     if isinstance(output, Tensor):
         return output.detach()
     if isinstance(output, dict):
-        return {k: _without_graph(v) for k, v in output.items()}
+        return {k: without_graph(v) for k, v in output.items()}
     if isinstance(output, list | tuple) and not hasattr(output, "_fields"):
-        return type(output)(_without_graph(v) for v in output)
+        return type(output)(without_graph(v) for v in output)
     return output
-
-

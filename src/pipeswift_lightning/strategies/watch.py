@@ -1,8 +1,7 @@
 """The watchdog of one Trainer call."""
 
-import os
-
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.mesh import MeshGroups
@@ -19,7 +18,6 @@ class FailureWatch:
     def __init__(self, silence_s: float) -> None:
         self.progress = Progress()
         self._silence_s = silence_s
-        self._runs = 0
         self._watchdog: Watchdog | None = None
         self._told = False
 
@@ -27,12 +25,7 @@ class FailureWatch:
         """Begin to watch; collective over all ranks."""
         if groups.mesh.world_size == 1:
             return
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(
-            f"pipeswift/watchdog/{restart}/{self._runs}",
-            dist.distributed_c10d._get_default_store(),
-        )
-        self._runs += 1
+        store = _fresh_store(groups.rank)
         self._told = False
         self._watchdog = Watchdog(
             store,
@@ -74,3 +67,16 @@ class FailureWatch:
         return self._told or (
             self._watchdog is not None and self._watchdog.first_failure() is not None
         )
+
+
+def _fresh_store(rank: int) -> PrefixStore:
+    """Return a part of the default store that no earlier run has written to.
+
+    Rank 0 counts the runs and tells the others: a process may see many strategies (one after the
+    other on one process group, or over a launcher's store that outlives restarts), and ranks that
+    join late have not seen them all.
+    """
+    store = _get_default_store()
+    box = [store.add("pipeswift/runs", 1) if rank == 0 else 0]
+    dist.broadcast_object_list(box, src=0)
+    return PrefixStore(f"pipeswift/watchdog/{box[0]}", store)

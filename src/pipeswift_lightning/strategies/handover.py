@@ -1,0 +1,45 @@
+"""Hold a step's gradients between the pipeline's run and Lightning's backward."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+__all__ = ["GradientHandover"]
+
+
+class GradientHandover:
+    """Keeps new gradients aside until Lightning has called its hooks.
+
+    Lightning runs ``training_step``, then ``zero_grad``, then ``backward``; a pipeline interleaves
+    forward and backward, so its gradients exist before ``zero_grad`` runs. They wait here, and the
+    accumulated ones of earlier batches wait outside meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._accumulated: dict[str, Tensor | None] = {}
+        self._new: dict[str, Tensor | None] = {}
+
+    def begin(self, module: nn.Module) -> None:
+        """Put the gradients that are there aside."""
+        self._new = {}
+        self._accumulated = {}
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                self._accumulated[name] = parameter.grad
+                parameter.grad = None
+
+    def end(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Take the step's gradients, and put the accumulated ones back."""
+        for name, parameter in parameters.items():
+            self._new[name] = parameter.grad
+            parameter.grad = self._accumulated.get(name)
+        self._accumulated = {}
+
+    def hand_over(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Add the step's gradients to those that are there."""
+        for name, parameter in parameters.items():
+            gradient = self._new.pop(name, None)
+            if gradient is not None:
+                held = parameter.grad
+                parameter.grad = gradient if held is None else held.add_(gradient)
+        self._new = {}

@@ -1,0 +1,210 @@
+"""A Lightning strategy over a mesh: where each process stands, and collectives among them."""
+
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed import ReduceOp
+from typing_extensions import override
+
+from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
+from pipeswift_lightning.strategies.collectives import Collectives
+from pipeswift_lightning.strategies.environment import ensure_process_group
+from pipeswift_lightning.strategies.hydra_job import forget_previous_job
+from pipeswift_lightning.strategies.launcher import PipelineLauncher
+from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.random_state import share_random_state
+from pipeswift_lightning.strategies.watch import FailureWatch
+
+__all__ = ["MeshStrategy"]
+
+
+class MeshStrategy(ParallelStrategy):
+    """Places processes on a mesh of stages and replicas, and connects them.
+
+    What runs on the mesh is its subclass's business (`PipeSwiftStrategy`).
+
+    Args:
+        options: Names the number of stages.
+        silence_s: Seconds without a sign of life after which a rank counts as lost.
+        backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
+        timeout: Limit for set-up and for single collectives.
+        accelerator: As for every strategy, set by the Trainer.
+        parallel_devices: Likewise.
+        cluster_environment: Likewise.
+        checkpoint_io: Likewise.
+        precision_plugin: Likewise.
+    """
+
+    def __init__(  # noqa: PLR0913 -- the four of its own, and what Lightning itself passes
+        self,
+        *,
+        options: PipelineOptions,
+        silence_s: float,
+        backend: str | None,
+        timeout: timedelta,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+    ) -> None:
+        forget_previous_job()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.options = options
+        self.num_nodes = 1
+        self._backend = backend
+        self._timeout = timeout
+        self._watch = FailureWatch(silence_s)
+        self._groups: MeshGroups | None = None
+        self._collectives: Collectives | None = None
+        self._made_group = False
+
+    # -- places -------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh over all devices.
+
+        Raises:
+            MeshError: The devices are no multiple of the stages.
+        """
+        return Mesh.of(
+            world_size=self.num_nodes * self.num_processes, num_stages=self.options.stages
+        )
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samples are sharded: only over replicas, never over stages.
+
+        Lightning injects a ``DistributedSampler`` where this is true.
+        """
+        return self.mesh.num_replicas > 1
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        mesh = self.mesh
+        replica = mesh.coordinate(self.global_rank).replica
+        return {"num_replicas": mesh.num_replicas, "rank": replica}
+
+    @property
+    def groups(self) -> MeshGroups:
+        """The process groups; they exist once the Trainer has set up its environment."""
+        if self._groups is None:
+            msg = "the process groups exist only while the Trainer runs"
+            raise RuntimeError(msg)
+        return self._groups
+
+    # -- set-up -------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.mesh  # noqa: B018 -- refuses a wrong number of devices before any process starts
+        if self.num_nodes * self.num_processes > 1:
+            self._launcher = PipelineLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment this process's rank; called by the Trainer."""
+        if self.cluster_environment is None:
+            return
+        self.cluster_environment.set_global_rank(
+            self.node_rank * self.num_processes + self.local_rank
+        )
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        if self._groups is None:
+            self._made_group = ensure_process_group(
+                self.cluster_environment,
+                world_size=self.mesh.world_size,
+                backend=self._backend,
+                device=self.root_device,
+                timeout=self._timeout,
+            )
+            self._groups = MeshGroups.create(self.mesh, self.global_rank)
+            self._groups.warm(self.root_device)
+            self._collectives = Collectives(self._groups, self._watch, self.root_device)
+        if not self.is_distributed:
+            # All stages log the same value, so there is nothing to synchronise.
+            warnings.filterwarnings(
+                "ignore", message=r".*recommended to use `self\.log\(.*sync_dist"
+            )
+        self._watch.start(self._groups)
+        share_random_state(self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seed loader workers by replica: all ranks of a pipeline must draw the same samples."""
+        # Lightning does the same with the global rank, but later, and only if nobody has.
+        _auto_add_worker_init_fn(dataloader, self.mesh.coordinate(self.global_rank).replica)
+        return dataloader
+
+    # -- collectives of the Trainer -----------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None:
+            self._collectives.barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+
+    @override
+    def reduce(
+        self,
+        tensor: Tensor | Any,
+        group: Any | None = None,
+        reduce_op: ReduceOp | str | None = "mean",
+    ) -> Any:
+        if not isinstance(tensor, Tensor) or self._collectives is None or not self.is_distributed:
+            return tensor
+        return self._collectives.reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather over the replicas: the stages of one pipeline agree already."""
+        if self._groups is None:
+            return tensor
+        return super().all_gather(tensor, group or self._groups.replicas, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._collectives is None:
+            return decision
+        return self._collectives.decide(decision=decision, unanimous=all)

@@ -1,0 +1,45 @@
+"""How long each stage worked in the last steps, and how long it stood idle."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from pipeswift_lightning.plan.timeline import Event
+from pipeswift_lightning.runtime.mesh import MeshGroups
+
+__all__ = ["StepTimes"]
+
+_KEPT_STEPS = 200
+
+
+class StepTimes:
+    """The last steps of this rank: first start, last end and sum of its computation."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_KEPT_STEPS)
+
+    def add(self, events: Sequence[Event]) -> None:
+        """Note one step."""
+        compute = [event for event in events if event.is_compute]
+        if compute:
+            busy_s = sum(event.duration_s for event in compute)
+            self._steps.append((compute[0].start_s, compute[-1].end_s, busy_s))
+
+    def bubbles(self, groups: MeshGroups) -> list[float] | None:
+        """Return the idle share of each stage; collective over the pipeline.
+
+        A step lasts from the first start to the last end of computation on any stage. The clocks
+        of one host are one clock; between hosts they may differ by more than a step lasts.
+        """
+        every: list[Any] = [None] * groups.mesh.num_stages
+        dist.all_gather_object(every, list(self._steps), group=groups.pipeline)
+        if not all(every):
+            return None
+        steps = list(zip(*every, strict=True))
+        total_s = sum(max(s[1] for s in step) - min(s[0] for s in step) for step in steps)
+        return [
+            1.0 - sum(step[stage][2] for step in steps) / total_s
+            for stage in range(groups.mesh.num_stages)
+        ]

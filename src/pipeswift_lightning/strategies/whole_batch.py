@@ -1,0 +1,231 @@
+"""Run the user's loss once, on the network's output for the whole batch.
+
+Any loss is exact so: a mean over tokens, a contrastive loss, a metric that is no mean. The network
+still runs as a pipeline; only the code around it sees the whole batch, as on one device. The price
+is that no micro-batch can begin its backward before every forward has ended (GPipe's order), so
+all of them are in flight.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from typing_extensions import override
+
+from pipeswift_lightning.runtime.batching import batch_signature, split_batch
+from pipeswift_lightning.runtime.cut import Boundary, LayerCut
+from pipeswift_lightning.runtime.executor import StageProgram
+from pipeswift_lightning.runtime.network_call import CutError
+from pipeswift_lightning.runtime.rng import reseeder
+from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded
+from pipeswift_lightning.strategies.step import StepCall, loss_of, without_graph
+
+__all__ = ["WholeBatchProgram", "join_outputs"]
+
+_WHOLE = 1 << 20  # in place of a micro-batch's id in random streams
+
+
+@dataclass(slots=True)
+class _Joined:
+    """The outputs of all micro-batches as one, and how its gradient is given back to each."""
+
+    value: Any
+    leaves: list[Tensor]
+    parts: list[list[Tensor]]
+    weights: list[float]
+
+    def gradients(self, micro_batch: int, sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """Return a micro-batch's output tensors that need a gradient, and their gradients."""
+        start = sum(sizes[:micro_batch])
+        tensors, gradients = [], []
+        for part, leaf in zip(self.parts[micro_batch], self.leaves, strict=True):
+            if not part.requires_grad or leaf.grad is None:
+                continue
+            tensors.append(part)
+            if leaf.dim() == 0:
+                gradients.append(leaf.grad * self.weights[micro_batch])
+            else:
+                gradients.append(leaf.grad[start : start + sizes[micro_batch]])
+        return tensors, gradients
+
+
+def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> _Joined:
+    """Join what the network returned for each micro-batch, in the batch's order.
+
+    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged
+    with the micro-batches' samples as weights.
+
+    Raises:
+        CutError: An output tensor has no row a sample.
+
+    Example:
+        >>> join_outputs([torch.zeros(2, 1), torch.ones(1, 1)], [2, 1], "net").value.tolist()
+        [[0.0], [0.0], [1.0]]
+    """
+    flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
+    if any(spec != flat[0][1] for _, spec in flat):
+        msg = f"{network} returned structures that differ from micro-batch to micro-batch"
+        raise CutError(msg)
+    weights = [size / sum(sizes) for size in sizes]
+    parts: list[list[Tensor]] = [[] for _ in outputs]
+    leaves: list[Tensor] = []
+    joined: list[Any] = []
+    for column in zip(*(f[0] for f in flat), strict=True):
+        if not isinstance(column[0], Tensor):
+            joined.append(column[-1])
+            continue
+        leaf = _join_tensors(column, sizes, weights, network)
+        leaf.requires_grad_(any(part.requires_grad for part in column) and torch.is_grad_enabled())
+        for mine, part in zip(parts, column, strict=True):
+            mine.append(part)
+        leaves.append(leaf)
+        joined.append(leaf)
+    return _Joined(tree_unflatten(joined, flat[0][1]), leaves, parts, weights)
+
+
+def _join_tensors(
+    column: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], network: str
+) -> Tensor:
+    detached = [part.detach() for part in column]
+    if all(part.dim() == 0 for part in detached):
+        if not detached[0].is_floating_point():
+            return detached[-1]
+        return sum(
+            (part * weight for part, weight in zip(detached, weights, strict=True)),
+            start=torch.zeros_like(detached[0]),
+        )
+    by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
+    if not by_row or len({part.shape[1:] for part in detached}) > 1:
+        shapes = [list(part.shape) for part in detached]
+        msg = (
+            f"{network} returned tensors of shapes {shapes} for micro-batches of {list(sizes)} "
+            "samples. Rule: to see the whole batch, the loss needs outputs with a row a sample. "
+            'Remedy: PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
+        )
+        raise CutError(msg)
+    return torch.cat(detached)
+
+
+@dataclass(slots=True)
+class WholeBatchProgram(StageProgram):
+    """Runs the network of one stage for each micro-batch, and the user's step once.
+
+    Attributes:
+        output: On the last stage, what the step returned for the batch.
+        records: On the last stage, its calls of ``self.log``.
+    """
+
+    module: LightningModule
+    cut: LayerCut
+    trace: StepTrace | None
+    first: int
+    last: int
+    call: StepCall
+    output: Any = None
+    records: list[LogRecord] = field(default_factory=list)
+    _calls: list[tuple[Any, Any]] = field(default_factory=list)
+    _given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _outputs: dict[int, Any] = field(default_factory=dict)
+    _joined: _Joined | None = None
+
+    def prepare(self) -> None:
+        """Run the step up to the network's call, and split the call's arguments."""
+        step = partial(getattr(self.module, self.call.hook), self.call.batch, *self.call.rest)
+        with recorded(self.module), self.call.context():
+            reseeder(self.cut.device, *self.call.seed, _WHOLE)(0, False)  # noqa: FBT003 -- a gap
+            args, kwargs = self.cut.call.capture(
+                step, step_name=self.call.hook, absent_parameters=self.first > 0
+            )
+        arguments = self._detached((args, kwargs))
+        self._calls = list(split_batch(arguments, self.call.sizes))
+
+    def _detached(self, arguments: Any) -> Any:
+        """Cut the graph at the network's arguments: it is walked once, after all micro-batches."""
+        leaves, spec = tree_flatten(arguments)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_meta:
+                leaves[i] = leaf.detach().requires_grad_()
+                self._given.append((leaf, leaves[i]))
+        return tree_unflatten(leaves, spec)
+
+    @override
+    def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
+        args, kwargs = self._calls[micro_batch]
+        with recorded(self.module), self.call.context():
+            result = self.cut.run(
+                partial(self.cut.network, *args, **kwargs),
+                step_name=self.call.hook,
+                trace=self.trace,
+                first=self.first,
+                last=self.last,
+                received=received if received is not None else (),
+                reseed=reseeder(self.cut.device, *self.call.seed, micro_batch),
+            )
+        if isinstance(result, Boundary):
+            return result.values
+        self._outputs[micro_batch] = result.output
+        return torch.empty(0)  # stands for the loss, which is not yet known
+
+    @override
+    def backward(self, micro_batch: int, loss: Tensor) -> None:
+        if self._joined is None:
+            self.finish()
+        assert self._joined is not None
+        tensors, gradients = self._joined.gradients(micro_batch, self.call.sizes)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+
+    @override
+    def signature(self, micro_batch: int) -> Hashable:
+        return (self.call.hook, "whole", batch_signature(self._calls[micro_batch]))
+
+    def finish(self) -> None:
+        """Run the user's step on the joined output, and differentiate its loss."""
+        ids = range(len(self.call.sizes))
+        self._joined = join_outputs(
+            [self._outputs[i] for i in ids], self.call.sizes, self.cut.network_name
+        )
+        output, self.records = self._inject(self.call.batch, self._joined.value, _WHOLE)
+        self.output = without_graph(output)
+        loss = loss_of(output) if self.call.training else None
+        if loss is not None:
+            self.module.backward(loss / self.call.loss_divisor)
+
+    def complete(self, *, is_last: bool) -> None:
+        """Do what is left once this rank's row has run."""
+        if is_last and self._joined is None:
+            self.finish()
+        given = [(leaf, own.grad) for leaf, own in self._given if own.grad is not None]
+        if given and self.call.training:
+            torch.autograd.backward([leaf for leaf, _ in given], [grad for _, grad in given])
+
+    def result(self) -> tuple[Any, list[MergedLog]]:
+        """Return the step's output and logs (last stage)."""
+        return self.output, merge_records([self.records], [sum(self.call.sizes)])
+
+    @torch.no_grad()
+    def by_micro_batch(self) -> tuple[list[Any], list[list[LogRecord]]]:
+        """Return what the step gives for each micro-batch alone, to compare (last stage)."""
+        outputs, records = [], []
+        for i, batch in enumerate(self.call.micro_batches):
+            output, mine = self._inject(batch, without_graph(self._outputs[i]), i)
+            outputs.append(without_graph(output))
+            records.append(mine)
+        return outputs, records
+
+    def _inject(self, batch: Any, value: Any, stream: int) -> tuple[Any, list[LogRecord]]:
+        """Run the step with the network's call returning ``value``."""
+        step = partial(getattr(self.module, self.call.hook), batch, *self.call.rest)
+        reseed = reseeder(self.cut.device, *self.call.seed, stream)
+        with recorded(self.module) as records, self.call.context():
+            reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
+            output = self.cut.call.inject(
+                step, value, step_name=self.call.hook, absent_parameters=self.first > 0
+            )
+        return output, records

@@ -1,0 +1,252 @@
+"""One look at the step tells the order of the layers and what crosses each cut."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeswift_lightning.runtime.absent import AbsentMode, AbsentValueError, to_absent
+from pipeswift_lightning.runtime.cut import Boundary, Completed, CutError, LayerCut
+from pipeswift_lightning.runtime.trace import StepTrace
+
+CPU = torch.device("cpu")
+
+
+class Network(nn.Module):
+    """Three linear layers ``a``, ``b``, ``c``, a loose scale, and a forward of choice."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(2, 2) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(2))
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self, *args, **kwargs)
+
+
+def cut_of(network: Network) -> LayerCut:
+    layers = [network.a, network.b, network.c]
+    cut = LayerCut(network, layers, network_name="self.net", device=CPU)
+    cut.install()
+    return cut
+
+
+def trace_of(cut: LayerCut, step: Callable[[], Any]) -> StepTrace:
+    names = {id(p): n for n, p in cut.network.named_parameters()}
+    with torch.no_grad():
+        return cut.discover(step, step_name="training_step", names=names)
+
+
+def run(cut: LayerCut, step: Callable[[], Any], trace: StepTrace | None, **kwargs: Any) -> Any:
+    options = {"step_name": "training_step", "received": (), "reseed": lambda i, layer: None}
+    return cut.run(step, trace=trace, **{**options, **kwargs})
+
+
+def piped(network: Network, starts: list[int], x: Tensor) -> tuple[Any, list[int]]:
+    """Run the stages one after the other; also return how many values crossed each cut."""
+    cut = cut_of(network)
+    step = lambda: network(x)  # noqa: E731
+    trace = trace_of(cut, step)
+    assert not [s for s in starts[1:] if s in trace.unnameable], trace.unnameable
+    received: tuple[Tensor, ...] = ()
+    crossed = []
+    for first, last in zip(starts, [*starts[1:], trace.num_layers], strict=True):
+        result = run(cut, step, trace, first=first, last=last, received=received)
+        if isinstance(result, Boundary):
+            received = result.values
+            crossed.append(len(received))
+    cut.remove()
+    assert isinstance(result, Completed)
+    return result.output, crossed
+
+
+FORWARDS: dict[str, tuple[Callable[..., Any], list[int]]] = {
+    "chain": (lambda n, x: n.c(n.b(n.a(x))), [1, 1]),
+    "other order": (lambda n, x: n.a(n.c(n.b(x))), [1, 1]),
+    "code between": (lambda n, x: n.c(n.b(n.a(x).relu() * 2) + 1).sum(), [1, 1]),
+    "the batch again": (lambda n, x: n.c(n.b(n.a(x) + x) * x), [1, 1]),
+    "skip": (lambda n, x: skip(n, x), [2, 2]),
+    "loose parameter": (lambda n, x: n.c(n.b(n.a(x * n.scale)) * n.scale), [1, 1]),
+    "shapes read": (lambda n, x: n.c(n.b(n.a(x).reshape(len(x), -1)).view(x.shape)), [1, 1]),
+    "keyword": (lambda n, x: n.c(input=n.b(input=n.a(input=x))), [1, 1]),
+}
+
+
+def skip(network: Network, x: Tensor) -> Tensor:
+    first = network.a(x)
+    second = network.b(first)
+    found: Tensor = network.c(torch.cat([second[:, :1], first[:, 1:]], 1)) + first
+    return found
+
+
+@pytest.mark.parametrize("name", [n for n in FORWARDS if n != "skip"])
+def test_stages_in_turn_compute_what_the_network_computes(name: str) -> None:
+    forward, crossing = FORWARDS[name]
+    network = Network(forward)
+    x = torch.randn(3, 2)
+    want = network(x)
+    got, crossed = piped(network, [0, 1, 2], x)
+    assert torch.equal(got, want)
+    assert crossed == crossing
+    assert torch.equal(network(x), want)  # nothing is left behind
+
+
+def test_an_early_output_that_late_code_uses_crosses_each_cut_between() -> None:
+    network = Network(skip)
+    x = torch.randn(3, 2)
+    want = network(x)
+    got, crossed = piped(network, [0, 1, 2], x)
+    assert torch.equal(got, want)
+    assert crossed == [1, 2]
+
+
+def test_the_trace_of_a_chain() -> None:
+    network = Network(FORWARDS["other order"][0])
+    trace = trace_of(cut_of(network), lambda: network(torch.ones(3, 2)))
+    assert trace.order == (1, 2, 0)
+    assert [trace.carried(i) for i in range(4)] == [(), (0,), (1,), ()]
+    assert trace.unnameable == {}
+
+
+def test_the_trace_tells_where_loose_parameters_are_used() -> None:
+    network = Network(FORWARDS["loose parameter"][0])
+    trace = trace_of(cut_of(network), lambda: network(torch.ones(3, 2)))
+    assert trace.parameter_gaps == {"scale": {0, 2}}
+
+
+def test_a_value_that_no_layer_names_forbids_the_cuts_it_crosses() -> None:
+    def forward(n: Network, x: Tensor) -> Tensor:
+        hidden = n.a(x).relu()  # no layer takes it as it is
+        return n.c(n.b(hidden * 2)) + hidden
+
+    network = Network(forward)
+    trace = trace_of(cut_of(network), lambda: network(torch.ones(3, 2)))
+    assert set(trace.unnameable) == {1, 2}
+    assert "without passing through the layers" in trace.unnameable[2]
+
+
+def test_a_layer_called_twice_becomes_code_between_the_others() -> None:
+    network = Network(lambda n, x: n.c(n.a(n.b(n.a(x)))))
+    x = torch.randn(3, 2)
+    want = network(x)
+    cut = cut_of(network)
+    trace = trace_of(cut, lambda: network(x))
+    assert trace.order == (1, 2)
+    assert trace.parameter_gaps == {"a.weight": {0, 1}, "a.bias": {0, 1}}
+    cut.remove()
+    got, crossed = piped(network, [0, 1], x)
+    assert torch.equal(got, want)
+    assert crossed == [1]
+
+
+def test_all_layers_called_twice_is_an_error() -> None:
+    network = Network(lambda n, x: n.c(n.b(n.a(n.c(n.b(n.a(x)))))))
+    with pytest.raises(RuntimeError, match="called twice in one step"):
+        trace_of(cut_of(network), lambda: network(torch.ones(3, 2)))
+
+
+def test_a_step_that_does_not_call_the_network_is_an_error() -> None:
+    network = Network(FORWARDS["chain"][0])
+    with pytest.raises(CutError, match=r"training_step did not call self\.net"):
+        trace_of(cut_of(network), lambda: torch.ones(1))
+
+
+def test_a_network_called_twice_is_an_error() -> None:
+    network = Network(FORWARDS["chain"][0])
+    cut = cut_of(network)
+    with pytest.raises(CutError, match=r"self\.net is called twice"):
+        run(cut, lambda: network(network(torch.ones(3, 2))), None, first=0, last=3)
+
+
+def test_layers_in_another_order_than_the_first_time_are_an_error() -> None:
+    order = [0]
+
+    def forward(n: Network, x: Tensor) -> Tensor:
+        layers = [n.a, n.b, n.c] if order[0] == 0 else [n.b, n.a, n.c]
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    network = Network(forward)
+    cut = cut_of(network)
+    step = lambda: network(torch.ones(3, 2))  # noqa: E731
+    trace = trace_of(cut, step)
+    order[0] = 1
+    with pytest.raises(CutError, match="out of order"):
+        run(cut, step, trace, first=0, last=2)
+
+
+def test_layers_left_out_are_an_error() -> None:
+    every = [True]
+    network = Network(lambda n, x: n.c(n.b(n.a(x))) if every[0] else n.a(x))
+    cut = cut_of(network)
+    step = lambda: network(torch.ones(3, 2))  # noqa: E731
+    trace = trace_of(cut, step)
+    every[0] = False
+    with pytest.raises(CutError, match="called 1 of the 3 layers"):
+        run(cut, step, trace, first=0, last=3)
+
+
+def test_code_that_reads_an_activations_value_is_an_error() -> None:
+    network = Network(lambda n, x: n.c(n.b(x) if float(n.a(x).sum()) > 0 else x))
+    with pytest.raises(AbsentValueError, match="reads the value of an activation"):
+        trace_of(cut_of(network), lambda: network(torch.ones(3, 2)))
+
+
+def test_removal_gives_the_modules_back() -> None:
+    network = Network(FORWARDS["chain"][0])
+    cut = cut_of(network)
+    assert "forward" in vars(network.a)
+    cut.remove()
+    assert "forward" not in vars(network.a)
+    assert "forward" not in vars(network)
+
+
+def test_random_streams_are_those_of_layers_and_gaps() -> None:
+    network = Network(FORWARDS["chain"][0])
+    cut = cut_of(network)
+    step = lambda: network(torch.ones(3, 2))  # noqa: E731
+    trace = trace_of(cut, step)
+    seen: list[tuple[int, bool]] = []
+    run(cut, step, trace, first=0, last=1, reseed=lambda i, layer: seen.append((i, layer)))
+    assert seen == [(0, False), (0, True), (1, False)]
+
+
+class TestAbsentMode:
+    """Ordinary code over a mixture of absent and present tensors."""
+
+    def test_shapes_and_devices_are_as_if_present(self) -> None:
+        x = to_absent(torch.ones(2, 3))
+        with AbsentMode(CPU, absent_parameters=True):
+            assert x.device == CPU
+            assert (x @ torch.ones(3, 4)).shape == (2, 4)
+            assert torch.arange(3, device=x.device).tolist() == [0, 1, 2]
+            assert torch.cat([x, torch.ones(1, 3)]).shape == (3, 3)
+            assert x.to("cpu").is_meta
+            assert x.to(torch.float64).dtype == torch.float64
+            assert torch.zeros_like(x).shape == (2, 3)
+
+    def test_what_does_not_touch_absent_values_is_computed(self) -> None:
+        with AbsentMode(CPU, absent_parameters=True):
+            assert (torch.ones(2) + 1).tolist() == [2, 2]
+
+    def test_parameters_are_absent_on_demand(self) -> None:
+        linear, x = nn.Linear(2, 2), torch.ones(1, 2)
+        with AbsentMode(CPU, absent_parameters=True):
+            assert linear(x).is_meta
+        with AbsentMode(CPU, absent_parameters=False):
+            assert torch.equal(linear(x), linear(x))
+
+    @pytest.mark.parametrize("read", [bool, float, int, Tensor.item, Tensor.tolist, Tensor.numpy])
+    def test_values_cannot_be_read(self, read: Callable[[Tensor], Any]) -> None:
+        x = to_absent(torch.ones(1))
+        with AbsentMode(CPU, absent_parameters=True), pytest.raises(AbsentValueError):
+            read(x)
+
+    def test_an_absent_value_is_resolved_once_it_has_arrived(self) -> None:
+        absent, present = to_absent(torch.ones(2)), torch.ones(2)
+        with AbsentMode(CPU, absent_parameters=True, resolve={id(absent): present}):
+            assert (absent * 3).tolist() == [3, 3]

@@ -1,0 +1,138 @@
+"""Rows of instructions over threads give the gradients of the unpiped network."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.plan.lowering import lower
+from pipeswift_lightning.plan.schedules import build_schedule, forward_only
+from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.runtime.executor import Executor
+from pipeswift_lightning.runtime.messages import Channel
+from pipeswift_lightning.runtime.recorder import Recorder
+from pipeswift_lightning.runtime.transport import LoopbackHub, LoopbackTransport
+
+
+class Program:
+    """One stage: a linear layer; a count travels beside the activation, without a gradient."""
+
+    def __init__(self, layer: nn.Module, is_last: bool, batches: list[Tensor]) -> None:
+        self.layer, self.is_last, self.batches = layer, is_last, batches
+        self.losses: dict[int, float] = {}
+
+    def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
+        x, count = (self.batches[micro_batch], torch.tensor(0)) if received is None else received
+        if received is not None and torch.is_grad_enabled():
+            assert x.requires_grad
+            assert not count.requires_grad
+        x, count = self.layer(x).tanh(), count + 1
+        if not self.is_last:
+            return x, count
+        loss = x.pow(2).sum() / count
+        self.losses[micro_batch] = loss.item()
+        return loss
+
+    def backward(self, micro_batch: int, loss: Tensor) -> None:
+        loss.backward()
+
+    def signature(self, micro_batch: int) -> Any:
+        return self.batches[micro_batch].shape
+
+
+def run_threads(work: list[Callable[[], None]]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 -- raised again below
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(f,)) for f in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def pipe(
+    layers: list[nn.Linear], batches: list[Tensor], schedule: Schedule, training: bool = True
+) -> tuple[list[Program], list[Recorder]]:
+    hub = LoopbackHub()
+    last = len(layers) - 1
+    programs = [Program(layer, i == last, batches) for i, layer in enumerate(layers)]
+    recorders = [Recorder(i) for i in range(len(layers))]
+
+    def stage(position: int) -> None:
+        channel = Channel(LoopbackTransport(hub, position))
+        executor = Executor(channel, range(len(layers)), recorder=recorders[position])
+        for _ in range(2):  # known layouts the second time
+            recorders[position].begin()
+            executor.run(schedule.rows[position], programs[position], training=training)
+
+    run_threads([lambda p=p: stage(p) for p in range(len(layers))])  # type: ignore[misc]
+    return programs, recorders
+
+
+def network(num_stages: int) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [nn.Linear(3, 3, dtype=torch.float64) for _ in range(num_stages)]
+
+
+def micro_batches(num: int) -> list[Tensor]:
+    return [torch.randn(1 + i % 3, 3, dtype=torch.float64) for i in range(num)]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "warm_up"), [("gpipe", None), ("1f1b", None), ("1f1b", 1.5), ("1f1b", 2.0)]
+)
+@pytest.mark.parametrize("window", [1, 2])
+def test_gradients_are_those_of_the_unpiped_network(
+    name: str, warm_up: float | None, num_stages: int, num_micro_batches: int, window: int
+) -> None:
+    layers, batches = network(num_stages), micro_batches(num_micro_batches)
+    order = list(range(num_micro_batches))[::-1]
+    built = build_schedule(name, num_stages, num_micro_batches, warm_up=warm_up, order=order)
+    programs, recorders = pipe(layers, batches, lower(built, receive_window=window))
+    got = [p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None]
+    wanted = {}
+    for layer in layers:
+        layer.zero_grad()
+    for i, batch in enumerate(batches):
+        x = batch
+        for layer in layers:
+            x = layer(x).tanh()
+        loss = x.pow(2).sum() / num_stages
+        wanted[i] = loss.item()
+        (2 * loss).backward()  # the pipeline has run twice
+    want = [p.grad for layer in layers for p in layer.parameters()]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    assert programs[-1].losses == pytest.approx(wanted, abs=1e-12)
+    kinds = [event.kind for event in recorders[0].events()]
+    assert kinds.count(EventKind.FORWARD) == kinds.count(EventKind.BACKWARD) == num_micro_batches
+
+
+def test_evaluation_keeps_no_graph() -> None:
+    layers, batches = network(3), micro_batches(4)
+    programs, _ = pipe(layers, batches, lower(forward_only(3, 4)), training=False)
+    assert sorted(programs[-1].losses) == [0, 1, 2, 3]
+    assert all(p.grad is None for layer in layers for p in layer.parameters())
+
+
+def test_errors_say_where_they_happened() -> None:
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        pipe([Broken(3, 3)], micro_batches(2), lower(build_schedule("gpipe", 1, 2)))
+    assert raised.value.__notes__ == ["pipeswift: in Forward of micro-batch 0 on stage 0"]
