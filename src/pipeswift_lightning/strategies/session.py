@@ -17,7 +17,7 @@ from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch
-from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
@@ -77,7 +77,7 @@ class PipelineSession:
         self.share: LocalShare | None = None
         self.recorder = Recorder(groups.rank)
         self.plan: Plan | None = None
-        self._progress = progress
+        self.progress = progress
         self._on_assembled = on_assembled
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class PipelineSession:
             network.module, network.layers, network_name=network.name, device=device
         )
         self._running = False
-        self._metrics = SharedMetrics(module, groups, device, lambda: self._running)
+        self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -131,8 +131,8 @@ class PipelineSession:
             DisagreementError: The ranks drew different batches, or made different plans.
             CutError: The step cannot be cut.
         """
-        self._progress.step = (self._progress.step or 0) + 1
-        self._progress.doing = "comparing batch and plan with the other stages"
+        self.progress.step = (self.progress.step or 0) + 1
+        self.progress.mark(f"preparing {call.hook}")
         with preserved_rng(self.device):
             trace = self._trace(call)
             whole = scope is LossScope.WHOLE_BATCH
@@ -192,7 +192,10 @@ class PipelineSession:
     def _agree(self, plan: Plan, call: StepCall, scope: LossScope) -> None:
         if self.num_stages == 1:
             return
+        trainer = self.module.trainer
         facts = {
+            "hook": call.hook,
+            "batches in an epoch": f"{trainer.num_training_batches}, {trainer.num_val_batches}",
             "plan": plan.digest,
             "micro-batches": str(plan.micro_batches.sizes),
             "layers": str(self._order),
@@ -200,7 +203,7 @@ class PipelineSession:
             "batch": describe_batch(call.batch),
             "samples (checksum)": str(batch_checksum(call.batch)),
         }
-        with communicating("comparing batch and plan with the other stages"):
+        with in_collective("comparing batch and plan with the other stages", self.progress):
             require_agreement(facts, self.groups.pipeline, self.device)
 
     # -- assembly -----------------------------------------------------------------------------
@@ -238,7 +241,8 @@ class PipelineSession:
         self.partition = self._solve(trace)
         self._order = trace.order
         owners = find_owners(self.module, self.network.layers, trace, self.partition)
-        self.groups.create_shared(list(owners.shared()))
+        with in_collective("connecting stages that share parameters", self.progress):
+            self.groups.create_shared(list(owners.shared()))
         self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
         self.share.give_up_foreign()
         self.share.move_to(self.device)
