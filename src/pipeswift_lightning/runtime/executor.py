@@ -127,9 +127,7 @@ class Executor:
             self._pending.clear()
             self._sends.clear()
         # Only after success: a report on a failure must still find where it happened.
-        self._progress.doing = "between steps"
-        self._progress.micro_batch = None
-        self._progress.waiting_for = None
+        self._progress.mark("between steps")
 
     def _step(self, instruction: Instruction, program: StageProgram, *, training: bool) -> None:
         stage, micro_batch = instruction.stage, instruction.micro_batch
@@ -277,8 +275,11 @@ class Executor:
 
     def _reap(self) -> None:
         peer, flight = self._sends.popleft()
-        self._progress.doing = "waiting for a message to leave"
-        self._progress.waiting_for = self._ranks[peer]
+        self._progress.mark(
+            "waiting for a message to leave",
+            micro_batch=self._progress.micro_batch,
+            waiting_for=self._ranks[peer],
+        )
         try:
             flight.wait()
         except Exception:
@@ -288,11 +289,7 @@ class Executor:
     # -- observing ----------------------------------------------------------------------------
 
     def _mark(self, doing: str, stage: int, micro_batch: int, peer: int | None = None) -> None:
-        progress = self._progress
-        progress.stage = stage
-        progress.micro_batch = micro_batch
-        progress.doing = doing
-        progress.waiting_for = peer
+        self._progress.mark(doing, stage=stage, micro_batch=micro_batch, waiting_for=peer)
 
     def _record(self, kind: EventKind, stage: int, micro_batch: int, start_s: float) -> None:
         if self._recorder is not None:
