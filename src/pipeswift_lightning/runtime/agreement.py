@@ -14,7 +14,7 @@ class DisagreementError(RuntimeError):
 
 
 def require_agreement(
-    facts: Mapping[str, str], group: dist.ProcessGroup, device: torch.device
+    facts: Mapping[str, str], group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
     """Compare ``facts`` over the ranks of ``group``.
 
@@ -22,7 +22,7 @@ def require_agreement(
 
     Args:
         facts: Named statements, such as the plan's digest and the batch's shapes.
-        group: The ranks to compare.
+        group: The ranks to compare; ``None`` for all.
         device: Where the group's backend expects tensors.
 
     Raises:
@@ -38,10 +38,10 @@ def require_agreement(
     _raise_difference(facts, group)
 
 
-def _raise_difference(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
+def _raise_difference(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     everyone: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, dict(facts), group=group)
-    ranks = dist.get_process_group_ranks(group)
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     lines = []
     for key in dict.fromkeys(k for side in everyone for k in side):
         sides: dict[str, list[int]] = {}

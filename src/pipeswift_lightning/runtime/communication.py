@@ -1,11 +1,19 @@
 """Tell errors of communication from errors of computation."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+import torch.distributed as dist
 
 from pipeswift_lightning.runtime.agreement import DisagreementError
 from pipeswift_lightning.runtime.messages import MessageError
+from pipeswift_lightning.runtime.progress import EVERYONE, Progress
 
-__all__ = ["CommunicationError", "communicating"]
+__all__ = ["CommunicationError", "communicating", "in_collective", "is_communication_error"]
+
+# Gloo raises a bare RuntimeError: only its text tells.
+_BACKENDS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
 class CommunicationError(RuntimeError):
@@ -18,6 +26,13 @@ class CommunicationError(RuntimeError):
     def __init__(self, message: str, peer: int | None) -> None:
         super().__init__(message)
         self.peer = peer
+
+
+def is_communication_error(error: BaseException) -> bool:
+    """Whether ``error`` says that a peer could not be reached, most often since it has gone."""
+    if isinstance(error, CommunicationError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(name in str(error) for name in _BACKENDS)
 
 
 class communicating:  # noqa: N801 -- reads as a context; a generator would cost twice as much
@@ -43,3 +58,14 @@ class communicating:  # noqa: N801 -- reads as a context; a generator would cost
         if isinstance(error, RuntimeError | TimeoutError):
             msg = f"{self._what} failed: {error}"
             raise CommunicationError(msg, self._peer) from error
+
+
+@contextmanager
+def in_collective(what: str, progress: Progress) -> Iterator[None]:
+    """Say that a collective is under way: to the watchdog, and in its error if it fails."""
+    before = progress.doing
+    progress.mark(what, waiting_for=EVERYONE)
+    with communicating(what):
+        yield
+    # Only after success: a report on a failure must still find where it happened.
+    progress.mark(before)

@@ -1,10 +1,10 @@
-"""Find ranks that wait for each other, or for a rank that has ended."""
+"""Find ranks that wait for each other, for a rank that has ended, or in different places."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pipeswift_lightning.runtime.progress import Stamp
+from pipeswift_lightning.runtime.progress import EVERYONE, Stamp
 
-__all__ = ["find_deadlock"]
+__all__ = ["find_deadlock", "find_parting"]
 
 
 def find_deadlock(
@@ -36,7 +36,39 @@ def find_deadlock(
         stamp = chain[rank] = read(rank)
         if stamp.is_done:
             break
-        if stamp.waiting_for is None or stamp.still_s < still_s:
+        if stamp.waiting_for in (None, EVERYONE) or stamp.still_s < still_s:
             return None
         rank = stamp.waiting_for
     return list(chain.items())
+
+
+def find_parting(stamps: Sequence[Stamp], still_s: float) -> dict[str, list[int]] | None:
+    """Return where the ranks wait if all of them wait, and not all at the same place.
+
+    They have parted: some in one collective, the others in another or in a transfer. Collectives
+    cannot be followed as transfers can, since a rank does not know which of the others it misses;
+    but a run in which nobody computes will never move again, unless all are in one collective.
+
+    Args:
+        stamps: Every rank's.
+        still_s: Seconds without progress after which a wait counts.
+
+    Returns:
+        The ranks by what they do, the fewest first; ``None`` if someone may still move.
+
+    Example:
+        >>> stamps = [Stamp(beat=9, still_s=9.0, waiting_for=EVERYONE, doing=doing)
+        ...           for doing in ("comparing", "comparing", "at the barrier")]
+        >>> find_parting(stamps, still_s=5.0)
+        {'at the barrier': [2], 'comparing': [0, 1]}
+    """
+    places: dict[str, list[int]] = {}
+    for rank, stamp in enumerate(stamps):
+        if stamp.is_done:
+            continue
+        if stamp.waiting_for is None or stamp.still_s < still_s:
+            return None
+        places.setdefault(stamp.doing, []).append(rank)
+    if len(places) < 2:
+        return None
+    return dict(sorted(places.items(), key=lambda item: (len(item[1]), -item[1][0])))

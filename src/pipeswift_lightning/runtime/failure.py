@@ -9,11 +9,15 @@ from typing_extensions import override
 
 __all__ = ["FailureKind", "FailureReport", "PipelineFailure", "describe_exception"]
 
-FailureKind = Literal["exception", "killed", "silent", "deadlock", "store", "parent"]
+FailureKind = Literal["exception", "interrupt", "killed", "silent", "deadlock", "store", "parent"]
+# Frames between the user's own: they fill a screen on every rank and explain nothing.
+_MACHINERY = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "pipeswift_lightning"}
 
 _REMEDY: dict[FailureKind, str] = {
     "exception": "Mend the error below; the other ranks only stopped because of it. Then restart "
     "from the last checkpoint.",
+    "interrupt": "It was told to end (Ctrl-C, SIGINT or sys.exit on that rank). Restart from the "
+    "last checkpoint.",
     "killed": "Look for the out-of-memory killer (dmesg), a kill -9, a pre-emption, or code that "
     "ends the process on this rank. Then restart from the last checkpoint.",
     "silent": "Look for a stopped process, a hung file system or a lost node on this rank. If it "
@@ -78,21 +82,31 @@ class FailureReport:
         """Return the report that :meth:`to_json` wrote."""
         return cls(**json.loads(text))
 
-    def message(self) -> str:
-        """Return what was wrong, where, and what to do, in several lines."""
+    def who(self) -> str:
+        """Return the rank, with its stage and micro-batch where they are known."""
         place = [f"stage {self.stage}" if self.stage is not None else ""]
         place.append(f"micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
         where = ", ".join(part for part in place if part)
+        return f"rank {self.rank}{f' ({where})' if where else ''}"
+
+    def activity(self) -> str:
+        """Return what the rank did, and in which step."""
+        return self.doing + (f", in step {self.step}" if self.step is not None else "")
+
+    def remedy(self) -> str:
+        """Return what to do."""
+        return _REMEDY[self.kind]
+
+    def message(self) -> str:
+        """Return what was wrong, where, and what to do, in several lines."""
         lines = [
-            f"Pipeline stopped: rank {self.rank}{f' ({where})' if where else ''} "
-            f"failed: {self.cause}",
-            f"  doing:   {self.doing}"
-            + (f", in step {self.step}" if self.step is not None else ""),
+            f"Pipeline stopped: {self.who()} failed: {self.cause}",
+            f"  doing:   {self.activity()}",
         ]
         if self.reporter != self.rank:
             seen = f", {self.seen_while}" if self.seen_while else ""
             lines.append(f"  seen by: rank {self.reporter}{seen}")
-        lines.append(f"  do:      {_REMEDY[self.kind]}")
+        lines.append(f"  do:      {self.remedy()}")
         if self.detail:
             lines.append(self.detail.rstrip())
         return "\n".join(lines)
@@ -112,7 +126,29 @@ class PipelineFailure(RuntimeError):  # noqa: N818 -- a failure of the run, not 
 
 
 def describe_exception(exc: BaseException) -> tuple[str, str]:
-    """Return the type and text of ``exc``, and its traceback."""
+    """Return the type and text of ``exc``, and where in the user's code it came from.
+
+    The whole traceback is printed by the rank that failed; the others need only what leads there.
+    """
     text = str(exc).strip()
     cause = f"{type(exc).__name__}: {text}" if text else type(exc).__name__
-    return cause, "".join(traceback.format_exception(exc))
+    shown = traceback.TracebackException.from_exception(exc)
+    _keep_user_frames(shown, exc)
+    return cause, "".join(shown.format())
+
+
+def _keep_user_frames(shown: traceback.TracebackException, exc: BaseException) -> None:
+    """Drop the frames of Lightning, torch and this package, but never all of them."""
+    frames = list(traceback.walk_tb(exc.__traceback__))
+    kept = [
+        summary
+        for summary, (frame, _) in zip(shown.stack, frames, strict=False)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _MACHINERY
+    ]
+    # The line that raised says most, whosever it is.
+    last = [summary for summary in shown.stack[-1:] if summary not in kept]
+    shown.stack[:] = [*kept, *last]
+    if shown.__cause__ is not None and exc.__cause__ is not None:
+        _keep_user_frames(shown.__cause__, exc.__cause__)
+    if shown.__context__ is not None and exc.__context__ is not None:
+        _keep_user_frames(shown.__context__, exc.__context__)

@@ -122,6 +122,12 @@ class MeshGroups:
                 if self.rank in ranks:
                     self.shared[stages] = group
 
+    def close(self) -> None:
+        """Let go of the groups: a connection is open for as long as anything refers to it."""
+        self.edges.clear()
+        self.shared.clear()
+        self.pipeline = self.replicas = None  # type: ignore[assignment]  # nothing may use them
+
     @property
     def coordinate(self) -> Coordinate:
         """Where this rank stands."""

@@ -24,12 +24,14 @@ class ProcessIdentity:
         node: The host's name, for people.
         pid: The process id.
         started: Start time in clock ticks after boot; 0 where the system does not tell.
+        progress_fd: Descriptor, in that process, of its shared `Progress`; ``None`` without one.
     """
 
     host: str
     node: str
     pid: int
     started: int
+    progress_fd: int | None = None
 
     @classmethod
     def current(cls) -> "ProcessIdentity":

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from torch.distributed.distributed_c10d import Store
 
 from pipeswift_lightning.runtime.failure import (
+    FailureKind,
     FailureReport,
     PipelineFailure,
     describe_exception,
@@ -183,7 +184,9 @@ class Watchdog:
         """Return the report that this rank failed with ``exc`` where its progress stands."""
         cause, detail = describe_exception(exc)
         mine = Stamp.of(self._progress, beat=0, still_s=0.0)
-        return self._watcher.report_on(self._rank, mine, "exception", cause, detail)
+        told_to_end = isinstance(exc, KeyboardInterrupt | SystemExit)
+        kind: FailureKind = "interrupt" if told_to_end else "exception"
+        return self._watcher.report_on(self._rank, mine, kind, cause, detail)
 
     def post_failure(self, report: FailureReport) -> FailureReport:
         """Tell every rank about a failure; the first one posted stands. Main thread only.

@@ -5,17 +5,18 @@ host has no time limit (measured: ``check`` ignores the store's timeout). Nothin
 process may depend on it; that is the guard's, in :mod:`pipeswift_lightning.runtime.watchdog`.
 """
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pipeswift_lightning.runtime.deadlock import find_deadlock
+from pipeswift_lightning.runtime.deadlock import find_deadlock, find_parting
 from pipeswift_lightning.runtime.failure import FailureKind, FailureReport, describe_exception
 from pipeswift_lightning.runtime.failure_board import FailureBoard
 from pipeswift_lightning.runtime.process import ProcessIdentity
-from pipeswift_lightning.runtime.progress import Progress, Stamp
+from pipeswift_lightning.runtime.progress import EVERYONE, NeighbourProgress, Progress, Stamp
 
 __all__ = ["AwakeClock", "Outcome", "Watcher"]
 
@@ -119,7 +120,8 @@ class Watcher:
         self._tick_s = tick_s
         self._stage_of_rank = stage_of_rank
         self._parent_pid = parent_pid
-        self._identity = ProcessIdentity.current()
+        self._identity = replace(ProcessIdentity.current(), progress_fd=progress.share())
+        self._cells: dict[int, NeighbourProgress] = {}  # by rank, on this host
         self._clock = AwakeClock(silence_s / 4)
         self._successor = (rank + 1) % world_size
         self._heard = _Heard()
@@ -155,6 +157,8 @@ class Watcher:
     ) -> FailureReport:
         """Return this rank's report that ``rank`` failed, last seen as ``stamp`` says."""
         seen = stamp or Stamp(beat=0, doing="unknown: it could not be asked")
+        if kind in ("killed", "silent", "store") and rank in self._cells:
+            seen = self._cells[rank].stamp(seen.beat)  # the stamp may be a tick old
         stage = seen.stage
         if stage is None and self._stage_of_rank is not None:
             stage = self._stage_of_rank(rank)
@@ -232,10 +236,18 @@ class Watcher:
             return
         everyone_joined = self._board.has_everyone_joined()
         self.neighbours = self._board.neighbours(self._identity.host)
+        self._map_neighbours()
         if everyone_joined:
             self.met.set()
 
+    def _map_neighbours(self) -> None:
+        for rank, process in self.neighbours.items():
+            if rank not in self._cells and process.progress_fd is not None:
+                with contextlib.suppress(OSError):  # another user's, or gone: the stamp must do
+                    self._cells[rank] = NeighbourProgress(process.pid, process.progress_fd)
+
     def _stamp(self, *, is_done: bool = False) -> Stamp:
+        self._progress.publish()  # what was written without a mark
         place = Stamp.of(self._progress, beat=0, still_s=0.0).place
         if place != self._place:
             self._place, self._moved_s = place, self._clock.now_s
@@ -290,8 +302,14 @@ class Watcher:
         if now_s < self._next_walk_s:
             return
         self._next_walk_s = now_s + self._silence_s  # thousands may wait: walk seldom
-        chain = find_deadlock(self._rank, lambda r: self._board.read([r])[0], self._silence_s)
+        if self._progress.waiting_for == EVERYONE:
+            chain = None
+        else:
+            chain = find_deadlock(self._rank, lambda r: self._board.read([r])[0], self._silence_s)
         if chain is None:
+            # One rank looks at all: the store's host, or the next one once that has ended.
+            if self._rank == HOST_RANK or (self.host_stamp is not None and self.host_stamp.is_done):
+                self._check_parting()
             return
         last, last_stamp = chain[-1]
         waits = "\n".join(f"    rank {r}: {stamp.doing}" for r, stamp in chain)
@@ -306,6 +324,19 @@ class Watcher:
             named = min(ring)  # so that every rank of the ring names the same one
             stamp = dict(chain)[named]
         self._post(self.report_on(named, stamp, "deadlock", cause, f"  waits:\n{waits}"))
+
+    def _check_parting(self) -> None:
+        stamps = self._board.read(range(self._world_size))
+        places = find_parting(stamps, self._silence_s)
+        if places is None:
+            return
+        waits = "\n".join(
+            f"    rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {doing}"
+            for doing, ranks in places.items()
+        )
+        odd = next(iter(places.values()))[0]
+        cause = f"deadlock: all ranks wait, and rank {odd} not for what the others wait for"
+        self._post(self.report_on(odd, stamps[odd], "deadlock", cause, f"  waits:\n{waits}"))
 
     def _check_parent(self) -> None:
         if self._parent_pid is None or os.getppid() == self._parent_pid:

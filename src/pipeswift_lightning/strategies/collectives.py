@@ -1,17 +1,19 @@
 """The collectives that Lightning asks a strategy for, over the right ranks, never a silent hang."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeswift_lightning.runtime.communication import CommunicationError, communicating
+from pipeswift_lightning.runtime.communication import CommunicationError, in_collective
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.strategies.watch import FailureWatch
 
 __all__ = ["Collectives"]
+
+T = TypeVar("T")
 
 _OPERATIONS = {
     "max": dist.ReduceOp.MAX,
@@ -28,20 +30,18 @@ class Collectives:
         self._watch = watch
         self._device = device
 
-    def guarded(self, what: str, operation: Callable[[], object]) -> None:
+    def guarded(self, what: str, operation: Callable[[], T]) -> T:
         """Run a collective; if it fails, raise the failure that is behind it.
 
         Raises:
-            PipelineFailure: Another rank failed.
+            PipelineFailure: Another rank failed, now or before.
         """
-        self._watch.progress.doing = what
+        self._watch.require_whole(what)
         try:
-            with communicating(what):
-                operation()
+            with in_collective(what, self._watch.progress):
+                return operation()
         except CommunicationError as error:
-            raise self._watch.root_cause(error, self._groups) from error
-        finally:
-            self._watch.progress.doing = "outside a step"
+            raise self._watch.root_cause(error, self._groups.mesh) from None
 
     def barrier(self, name: str | None) -> None:
         """Wait for all ranks."""

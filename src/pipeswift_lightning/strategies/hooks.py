@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
-from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.strategies.loss_scope import LossPolicy
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.records import MergedLog, replay
@@ -123,7 +123,7 @@ class StepRunner:
         last = session.groups.mesh.rank(
             stage=session.num_stages - 1, replica=session.groups.coordinate.replica
         )
-        with communicating("waiting for the last stage's loss and logs"):
+        with in_collective("waiting for the last stage's loss and logs", session.progress):
             dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
         output, logs, found = box[0]  # type: ignore[misc]
         return tree_map_only(Tensor, lambda t: t.to(session.device), output), logs, found

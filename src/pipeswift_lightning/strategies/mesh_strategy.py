@@ -1,12 +1,14 @@
 """A Lightning strategy over a mesh: where each process stands, and collectives among them."""
 
 import warnings
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -15,6 +17,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from typing_extensions import override
 
+from pipeswift_lightning.runtime.agreement import require_agreement
+from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
 from pipeswift_lightning.strategies.collectives import Collectives
 from pipeswift_lightning.strategies.environment import ensure_process_group
@@ -129,8 +133,16 @@ class MeshStrategy(ParallelStrategy):
         self.mesh  # noqa: B018 -- refuses a wrong number of devices before any process starts
         if self.num_nodes * self.num_processes > 1:
             self._launcher = PipelineLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+                self.cluster_environment,
+                self.num_processes,
+                self.num_nodes,
+                on_failure=self._failed,
+                has_begun=lambda: self._watch.has_begun,
             )
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Tell the other ranks about an error; return what to raise instead of it."""
+        return self._watch.told(error, self.mesh)
 
     def set_world_ranks(self) -> None:
         """Tell the environment this process's rank; called by the Trainer."""
@@ -154,16 +166,31 @@ class MeshStrategy(ParallelStrategy):
                 device=self.root_device,
                 timeout=self._timeout,
             )
-            self._groups = MeshGroups.create(self.mesh, self.global_rank)
-            self._groups.warm(self.root_device)
-            self._collectives = Collectives(self._groups, self._watch, self.root_device)
+        self._watch.start(self.mesh, self.global_rank)
+        if self._groups is None:
+            self._connect()
         if not self.is_distributed:
             # All stages log the same value, so there is nothing to synchronise.
             warnings.filterwarnings(
                 "ignore", message=r".*recommended to use `self\.log\(.*sync_dist"
             )
-        self._watch.start(self._groups)
-        share_random_state(self.root_device)
+        with in_collective("sharing rank 0's random state", self._watch.progress):
+            share_random_state(self.root_device)
+
+    def _connect(self) -> None:
+        """Open the process groups, once it is known that all ranks want the same ones."""
+        with in_collective("comparing the options of the ranks", self._watch.progress):
+            facts = {
+                **{name: str(value) for name, value in asdict(self.options).items()},
+                "silence_s": str(self._watch.silence_s),
+                "torch": torch.__version__,
+            }
+            require_agreement(facts, None, self.root_device)
+        with in_collective("opening the connections between the stages", self._watch.progress):
+            groups = MeshGroups.create(self.mesh, self.global_rank)
+            groups.warm(self.root_device)
+        self._groups = groups
+        self._collectives = Collectives(groups, self._watch, self.root_device)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -201,7 +228,12 @@ class MeshStrategy(ParallelStrategy):
         """Gather over the replicas: the stages of one pipeline agree already."""
         if self._groups is None:
             return tensor
-        return super().all_gather(tensor, group or self._groups.replicas, sync_grads)
+        assert self._collectives is not None
+        chosen = group or self._groups.replicas
+        return self._collectives.guarded(
+            "gathering over the replicas",
+            lambda: _all_gather_ddp_if_available(tensor, chosen, sync_grads),
+        )
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.mesh import MeshGroups
+from pipeswift_lightning.runtime.progress import Progress
 
 __all__ = ["SharedMetrics"]
 
@@ -29,6 +30,7 @@ class SharedMetrics:
         module: The user's module.
         groups: The mesh's groups.
         device: Where values go.
+        progress: Read by the watchdog.
         in_step: Whether a step runs; within one, ``compute`` stays local.
     """
 
@@ -37,11 +39,13 @@ class SharedMetrics:
         module: LightningModule,
         groups: MeshGroups,
         device: torch.device,
+        progress: Progress,
         in_step: Callable[[], bool],
     ) -> None:
         self._metrics = [m for m in module.modules() if isinstance(m, Metric)]
         self._groups = groups
         self._device = device
+        self._progress = progress
         self._in_step = in_step
         self._saved: list[tuple[Metric, Any, Any, Any]] = []
 
@@ -91,7 +95,7 @@ class SharedMetrics:
         if place.stage == mesh.num_stages - 1:
             box = [_to_cpu(original(*args, **kwargs))]
         source = mesh.rank(stage=mesh.num_stages - 1, replica=place.replica)
-        with communicating("waiting for a metric's value"):
+        with in_collective("waiting for a metric's value", self._progress):
             dist.broadcast_object_list(box, source, group=self._groups.pipeline)
         return tree_map_only(Tensor, lambda t: t.to(self._device), box[0])
 

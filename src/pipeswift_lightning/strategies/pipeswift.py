@@ -1,6 +1,6 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -252,7 +252,7 @@ class PipeSwiftStrategy(MeshStrategy):
         try:
             return self._steps.run(hook, (*args, *kwargs.values()), self.precision_plugin)
         except CommunicationError as error:
-            raise self._watch.root_cause(error, self.groups) from error
+            raise self._watch.root_cause(error, self.mesh) from None
 
     @override
     def backward(
@@ -286,8 +286,9 @@ class PipeSwiftStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self._groups is None:
             return self.lightning_module.state_dict()
+        module, groups = self.lightning_module, self._groups
         share = self._session.share if self._session is not None else None
-        return gather_module_state(self.lightning_module, share, self._groups)
+        return self._gathered(lambda: gather_module_state(module, share, groups))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -295,27 +296,37 @@ class PipeSwiftStrategy(MeshStrategy):
         if self._groups is None:
             return super().optimizer_state(optimizer)
         index = next(i for i, o in enumerate(self.optimizers) if _same(o, optimizer))
-        return gather_optimizer_state(
-            optimizer, self._names.groups[index], self.lightning_module, self.groups
-        )
+        module, groups = self.lightning_module, self._groups
+        names = self._names.groups[index]
+        return self._gathered(lambda: gather_optimizer_state(optimizer, names, module, groups))
+
+    def _gathered(self, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        assert self._collectives is not None
+        return self._collectives.guarded("gathering the stages for a checkpoint", gather)
 
     # -- observing ----------------------------------------------------------------------------
 
     def measured_bubbles(self) -> list[float] | None:
         """Return each stage's idle share of the last steps, by stage; collective."""
-        return None if self._groups is None else self._step_times.bubbles(self._groups)
+        groups, collectives = self._groups, self._collectives
+        if groups is None or collectives is None:
+            return None
+        return collectives.guarded("gathering step times", lambda: self._step_times.bubbles(groups))
 
     def timeline(self) -> Timeline:
         """Return the measured timeline of the last step; collective over the pipeline."""
-        return self.session.timeline()
+        assert self._collectives is not None
+        return self._collectives.guarded("gathering the timeline", self.session.timeline)
 
     # -- the end ------------------------------------------------------------------------------
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._watch.tell(exception)
+        self._failed(exception)
         if self.mesh.world_size > 1 and dist.is_initialized():
             # Closing the connections is what wakes peers that wait for this rank.
+            if self._groups is not None:
+                self._groups.close()
             with suppress(RuntimeError):
                 dist.destroy_process_group()
             self._groups = None
@@ -326,8 +337,12 @@ class PipeSwiftStrategy(MeshStrategy):
         session, self._session = self._session, None
         healthy = self._groups is not None and not self._watch.failed
         whole = healthy or session is None or session.share is None
-        if session is not None:
-            session.close(bring_back=healthy)
+        if session is not None and healthy and self._collectives is not None:
+            self._collectives.guarded(
+                "making the module whole again", lambda: session.close(bring_back=True)
+            )
+        elif session is not None:
+            session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         if whole:  # a module with absent parameters cannot be moved
             super().teardown()

@@ -17,7 +17,7 @@ from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch
-from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
@@ -77,7 +77,7 @@ class PipelineSession:
         self.share: LocalShare | None = None
         self.recorder = Recorder(groups.rank)
         self.plan: Plan | None = None
-        self._progress = progress
+        self.progress = progress
         self._on_assembled = on_assembled
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class PipelineSession:
             network.module, network.layers, network_name=network.name, device=device
         )
         self._running = False
-        self._metrics = SharedMetrics(module, groups, device, lambda: self._running)
+        self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -131,8 +131,8 @@ class PipelineSession:
             DisagreementError: The ranks drew different batches, or made different plans.
             CutError: The step cannot be cut.
         """
-        self._progress.step = (self._progress.step or 0) + 1
-        self._progress.doing = "comparing batch and plan with the other stages"
+        self.progress.step = (self.progress.step or 0) + 1
+        self.progress.mark(f"preparing {call.hook}")
         with preserved_rng(self.device):
             trace = self._trace(call)
             whole = scope is LossScope.WHOLE_BATCH
@@ -143,7 +143,7 @@ class PipelineSession:
                 "layers": str(self._order),
                 "loss": scope,
             }
-            self._agree({**facts, **_batch_facts(call)})
+            self._agree({**facts, **self._batch_facts(call)})
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
             self._running = True
@@ -195,10 +195,19 @@ class PipelineSession:
             self.plan = plan
         return plan
 
+    def _batch_facts(self, call: StepCall) -> dict[str, str]:
+        trainer = self.module.trainer
+        return {
+            "hook": call.hook,
+            "batches in an epoch": f"{trainer.num_training_batches}, {trainer.num_val_batches}",
+            "batch": describe_batch(call.batch),
+            "samples (checksum)": str(batch_checksum(call.batch)),
+        }
+
     def _agree(self, facts: Mapping[str, str]) -> None:
         if self.num_stages == 1:
             return
-        with communicating("comparing batch and plan with the other stages"):
+        with in_collective("comparing batch and plan with the other stages", self.progress):
             require_agreement(facts, self.groups.pipeline, self.device)
 
     # -- assembly -----------------------------------------------------------------------------
@@ -212,7 +221,7 @@ class PipelineSession:
         key = (call.hook, self.module.training, _structure(first))
         trace = self._traces.get(key)
         if trace is None:
-            self._agree(_batch_facts(call))
+            self._agree(self._batch_facts(call))
             trace = self._discover(call, first)
             if self.partition is None:
                 self._assemble(trace)
@@ -239,7 +248,8 @@ class PipelineSession:
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
-        self.groups.create_shared(list(owners.shared()))
+        with in_collective("connecting stages that share parameters", self.progress):
+            self.groups.create_shared(list(owners.shared()))
         self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
         self.share.give_up_foreign()
         self.share.move_to(self.device)
@@ -348,13 +358,6 @@ def _run_chain(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     for layer in layers[1:]:
         value = layer(value)
     return value
-
-
-def _batch_facts(call: StepCall) -> dict[str, str]:
-    return {
-        "batch": describe_batch(call.batch),
-        "samples (checksum)": str(batch_checksum(call.batch)),
-    }
 
 
 def _structure(batch: Any) -> Hashable:

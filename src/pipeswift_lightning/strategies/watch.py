@@ -3,8 +3,8 @@
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from pipeswift_lightning.runtime.communication import CommunicationError
-from pipeswift_lightning.runtime.mesh import MeshGroups
+from pipeswift_lightning.runtime.communication import CommunicationError, is_communication_error
+from pipeswift_lightning.runtime.mesh import Mesh
 from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.watchdog import PipelineFailure, Watchdog
 from pipeswift_lightning.strategies.launcher import launcher_pid
@@ -17,26 +17,30 @@ class FailureWatch:
 
     def __init__(self, silence_s: float) -> None:
         self.progress = Progress()
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         self._watchdog: Watchdog | None = None
         self._told = False
+        self._rank = 0
+        self.has_begun = False  # ever: all ranks were there
 
-    def start(self, groups: MeshGroups) -> None:
+    def start(self, mesh: Mesh, rank: int) -> None:
         """Begin to watch; collective over all ranks."""
-        if groups.mesh.world_size == 1:
+        if mesh.world_size == 1:
             return
-        store = _fresh_store(groups.rank)
+        store = _fresh_store(rank)
         self._told = False
+        self._rank = rank
         self._watchdog = Watchdog(
             store,
-            groups.rank,
-            groups.mesh.world_size,
+            rank,
+            mesh.world_size,
             self.progress,
-            silence_s=self._silence_s,
-            stage_of_rank=lambda rank: groups.mesh.coordinate(rank).stage,
+            silence_s=self.silence_s,
+            stage_of_rank=lambda other: mesh.coordinate(other).stage,
             expected_parent_pid=launcher_pid(),
         )
         self._watchdog.start()
+        self.has_begun = True
 
     def stop(self) -> None:
         """End the watch."""
@@ -44,22 +48,47 @@ class FailureWatch:
             self._watchdog.stop()
             self._watchdog = None
 
-    def root_cause(self, error: CommunicationError, groups: MeshGroups) -> BaseException:
+    def root_cause(self, error: BaseException, mesh: Mesh) -> BaseException:
         """Return what to raise instead of a communication error: the failure behind it."""
         if self._watchdog is None:
             return error
         self._told = True
+        position = error.peer if isinstance(error, CommunicationError) else None
         peer = None
-        if error.peer is not None:
-            peer = groups.mesh.rank(stage=error.peer, replica=groups.coordinate.replica)
+        if position is not None:
+            replica = mesh.coordinate(self._rank).replica
+            peer = mesh.rank(stage=position, replica=replica)
         return self._watchdog.explain(error, peer)
 
-    def tell(self, error: BaseException) -> None:
-        """Tell the other ranks that this one fails with ``error``."""
+    def told(self, error: BaseException, mesh: Mesh) -> BaseException:
+        """Tell the other ranks that this one fails; return what to raise: ``error`` or its cause.
+
+        ``error`` gets a note of where it happened.
+        """
         if self._watchdog is None or self._told or isinstance(error, PipelineFailure):
-            return
+            return error
+        if is_communication_error(error):
+            return self.root_cause(error, mesh)
         self._told = True
-        self._watchdog.post_failure(self._watchdog.describe(error))
+        report = self._watchdog.describe(error)
+        standing = self._watchdog.post_failure(report)
+        error.add_note(f"pipeswift: on {report.who()}, {report.activity()}")
+        if standing.rank != report.rank:
+            first = standing.message().split("\n")[0]
+            error.add_note(f"pipeswift: another rank had failed before. {first}")
+        return error
+
+    def require_whole(self, what: str) -> None:
+        """Refuse what needs all ranks once one has failed: it would never end, or be partial.
+
+        Raises:
+            PipelineFailure: A rank has failed.
+        """
+        report = self._watchdog.first_failure() if self._watchdog is not None else None
+        if report is not None:
+            failure = PipelineFailure(report)
+            failure.add_note(f"pipeswift: hence not {what}, which needs all ranks")
+            raise failure
 
     @property
     def failed(self) -> bool:
