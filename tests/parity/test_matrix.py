@@ -37,7 +37,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe", "loss": "per_sample"},
     "1f1b": {"schedule": "1f1b", "loss": "per_sample"},
     "deep": {"schedule": "1f1b", "warm_up": 2.0, "loss": "per_sample"},
-    "default": {},
 }
 # A batch of 8, and of 5 at the end of an epoch: equal, not divisible, and named one by one.
 SPLITS: dict[str, Any] = {"equal": 4, "uneven": 3, "sizes": [1, 4, 3]}
