@@ -23,7 +23,8 @@ class AddsInPlace(nn.Module):
 class InPlace(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        # Cut before the fourth, fifth or seventh layer, a stage begins with one that changes what arrives.
+        # Cut before the fourth, fifth or seventh layer, a stage begins with one that changes what
+        # arrives.
         self.net = nn.Sequential(
             *(nn.ReLU(inplace=True), nn.Linear(6, 6), nn.Dropout(0.0), AddsInPlace()),
             *(nn.ReLU(inplace=True), nn.Linear(6, 6), AddsInPlace(), nn.Linear(6, 6)),
