@@ -71,7 +71,9 @@ def _check(stages: int) -> None:
     failures = Failures()
     for name, (module, data, given) in GALLERY.items():
         options: dict[str, Any] = {"max_epochs": 4, **given}
-        strategy = {"micro_batches": 3, "network": options.pop("network", None)}
+        loss = "per_sample" if stages == 2 else "auto"
+        network = options.pop("network", None)
+        strategy = {"micro_batches": 3, "network": network, "loss": loss}
         want = plain(module, data, **options)
         compare(failures, f"{name}, {stages} stages", module, data, strategy, want, **options)
     failures.check()
@@ -97,7 +99,7 @@ def test_recomputed_layers_drop_what_they_dropped_before() -> None:
                 x = block(x)
             return self.head(x)
 
-    strategy = partial(PipeSwiftStrategy, micro_batches=3)
+    strategy = partial(PipeSwiftStrategy, micro_batches=3, loss="per_sample")
     want = fit(lambda: Language(Kept(0.3)), loaders(tokens), strategy(), max_epochs=3)
     got = fit(lambda: Language(Recomputing(0.3)), loaders(tokens), strategy(), max_epochs=3)
     assert differences(got, want) == []

@@ -74,7 +74,8 @@ def _check(cases: dict[str, Case], stages: int) -> None:
     for name, (module, data, options) in cases.items():
         options = {"max_epochs": 4, **options}
         want = plain(module, data, **options)
-        strategy = {"stages": stages, "micro_batches": 3}
+        loss = "per_sample" if stages == 2 else "auto"
+        strategy = {"stages": stages, "micro_batches": 3, "loss": loss}
         compare(failures, f"{name}, {stages} stages", module, data, strategy, want, **options)
     failures.check()
 

@@ -300,6 +300,7 @@ class LayerCut:
             if value in run.present:  # one that this run alone knows
                 outputs[leaf] = outputs[leaf].detach()
         self._remember(run, outputs, run.trace.outputs[position])
+        run.reseed(position + 1, False)  # noqa: FBT003 -- a gap
         return tree_unflatten(outputs, template[1])
 
     @staticmethod
