@@ -132,7 +132,6 @@ class PipelineSession:
             CutError: The step cannot be cut.
         """
         self.progress.step = (self.progress.step or 0) + 1
-        self.progress.mark(f"preparing {call.hook}")
         with preserved_rng(self.device):
             trace = self._trace(call)
             whole = scope is LossScope.WHOLE_BATCH
@@ -192,10 +191,9 @@ class PipelineSession:
     def _agree(self, plan: Plan, call: StepCall, scope: LossScope) -> None:
         if self.num_stages == 1:
             return
-        trainer = self.module.trainer
         facts = {
             "hook": call.hook,
-            "batches in an epoch": f"{trainer.num_training_batches}, {trainer.num_val_batches}",
+            "batches in an epoch": str(self.module.trainer.num_training_batches),
             "plan": plan.digest,
             "micro-batches": str(plan.micro_batches.sizes),
             "layers": str(self._order),
