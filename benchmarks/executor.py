@@ -21,6 +21,7 @@ else runs on the machine.
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import statistics
@@ -169,12 +170,14 @@ def _race(name: str, schedule_name: str, groups: MeshGroups, options: argparse.N
         _timed(ours)
         _timed(peer)
     _compare_gradients(ours, peer)
+    gc.collect()
+    gc.freeze()  # What is left from set-up is no garbage of either side.
     spans: dict[Step, list[_Span]] = {ours: [], peer: []}
     events: list[tuple[Event, ...]] = []
     for index in range(options.rounds * case.rounds_factor):
         for step in (ours, peer) if index % 2 == 0 else (peer, ours):
             spans[step].append(_timed(step))
-            if step is ours:
+            if step is ours and case.known_s is None:
                 events.append(ours.events())
     ours_s, ours_cpu_s = _slowest(spans[ours])
     peer_s, peer_cpu_s = _slowest(spans[peer])
@@ -186,7 +189,7 @@ def _race(name: str, schedule_name: str, groups: MeshGroups, options: argparse.N
         peer_s=peer_s,
         ours_cpu_s=ours_cpu_s,
         peer_cpu_s=peer_cpu_s,
-        ideal_s=_ideal_s(case, schedule, _gathered(events)),
+        ideal_s=_ideal_s(case, schedule, len(ours_s), _gathered(events)),
     )
 
 
@@ -229,10 +232,9 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _ideal_s(
-    case: Case, schedule: Schedule, every: Sequence[Sequence[Sequence[Event]]]
+    case: Case, schedule: Schedule, rounds: int, every: Sequence[Sequence[Sequence[Event]]]
 ) -> list[float] | None:
     """Return the simulated seconds of each round, from known or from recorded durations."""
-    steps = zip(*every, strict=True)
     if case.known_s is not None:
         forward_s, backward_s = case.known_s
         if not forward_s:
@@ -240,8 +242,8 @@ def _ideal_s(
         costs = StepCosts.uniform(
             schedule.num_stages, MICRO_BATCHES, forward_s=forward_s, backward_s=backward_s
         )
-        return [makespan_s(schedule, costs) for _ in steps]
-    return [makespan_s(schedule, _costs(schedule, step)) for step in steps]
+        return [makespan_s(schedule, costs)] * rounds
+    return [makespan_s(schedule, _costs(schedule, step)) for step in zip(*every, strict=True)]
 
 
 def _costs(schedule: Schedule, step: Sequence[Sequence[Event]]) -> StepCosts:

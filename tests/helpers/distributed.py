@@ -22,7 +22,9 @@ AFTER_FAILURE_S = 2.0  # time for the other ranks to fail as well, or to be caug
 def fork_server() -> ForkServerContext:
     """Return a start method whose children have the slow imports behind them: 15 ms each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "lightning.pytorch"])
+    context.set_forkserver_preload(
+        ["torch.distributed", "lightning.pytorch", "pipeswift_lightning.strategies.pipeswift"]
+    )
     return context
 
 

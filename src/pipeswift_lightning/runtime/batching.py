@@ -71,7 +71,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 def _slice(value: Any, start: int, stop: int, total: int) -> Any:
     if isinstance(value, Tensor | np.ndarray):
-        return value[start:stop] if value.ndim > 0 and value.shape[0] == total else value
+        return _slice_rows(value, start, stop, total)
     if value is None or isinstance(value, str | bytes | bool | int | float | complex):
         return value
     if isinstance(value, Mapping):
@@ -92,6 +92,16 @@ def _slice(value: Any, start: int, stop: int, total: int) -> Any:
         "split_batch(batch, sizes) on your LightningModule, returning one batch a size"
     )
     raise BatchError(msg)
+
+
+def _slice_rows(value: Any, start: int, stop: int, total: int) -> Any:
+    if value.ndim == 0 or value.shape[0] != total:
+        return value
+    if isinstance(value, np.ndarray):
+        return value[start:stop]
+    # Views that autograd takes for separate tensors: a layer that changes its input in place must
+    # not make the other micro-batches' inputs look changed.
+    return torch.unsafe_split_with_sizes(value, [start, stop - start, total - stop])[1]
 
 
 def _like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -21,6 +21,7 @@ from pipeswift_lightning.plan.instructions import (
     SendGradient,
 )
 from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.communication import communicating
 from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, tensors_of
 from pipeswift_lightning.runtime.progress import Progress
@@ -62,7 +63,7 @@ class StageProgram(Protocol):
 class _Saved:
     """What a stage holds for one micro-batch between its forward and its backward."""
 
-    inputs: list[Tensor]
+    inputs: list[Arrival]
     output: Any
     loss: Tensor | None = None
     edges: list[GradientEdge] = field(default_factory=list)
@@ -157,11 +158,11 @@ class Executor:
         self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
     ) -> None:
         received: Any = None
-        inputs: list[Tensor] = []
+        inputs: list[Arrival] = []
         if stage > 0:
+            pending = self._pending[stage, micro_batch, False]
             received = self._wait(stage, micro_batch, is_gradient=False)
-            if training:
-                inputs = _differentiable(received)
+            inputs = pending.arrivals
         self._mark("Forward", stage, micro_batch)
         start = perf_counter()
         try:
@@ -193,10 +194,7 @@ class Executor:
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise
-        for tensor in saved.inputs:
-            gradient = tensor.grad
-            saved.gradients.append(torch.zeros_like(tensor) if gradient is None else gradient)
-            tensor.grad = None
+        saved.gradients = [arrival.take_gradient_or_zeros() for arrival in saved.inputs]
         saved.loss = None
         saved.edges = []
         self._record(EventKind.BACKWARD, stage, micro_batch, start)
@@ -297,7 +295,7 @@ class Executor:
 
 
 def _differentiable(value: Any) -> list[Tensor]:
-    """Return the tensors whose gradient goes back; what is received was marked by the sender."""
+    """Return the tensors whose gradient comes back."""
     return [x for x in tensors_of(value) if x.requires_grad]
 
 

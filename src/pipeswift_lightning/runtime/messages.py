@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.transport import Transport, Work
 
 __all__ = ["Channel", "InFlight", "Layout", "MessageError", "Pending", "TensorSpec", "tensors_of"]
@@ -151,9 +152,13 @@ class InFlight:
 
 
 class Pending:
-    """A message that is awaited from ``source``."""
+    """A message that is awaited from ``source``.
 
-    __slots__ = ("is_gradient", "key", "layout", "source", "tensors", "works")
+    Attributes:
+        arrivals: Once it is there, the tensors whose gradient goes back.
+    """
+
+    __slots__ = ("arrivals", "is_gradient", "key", "layout", "source", "tensors", "works")
 
     def __init__(self, source: int, key: Hashable, *, is_gradient: bool) -> None:
         self.source = source
@@ -162,6 +167,7 @@ class Pending:
         self.layout: Layout | None = None
         self.tensors: list[Tensor] = []
         self.works: list[Work] | None = None
+        self.arrivals: list[Arrival] = []
 
 
 class Channel:
@@ -248,9 +254,11 @@ class Channel:
         tensors, pending.tensors = pending.tensors, []
         if pending.is_gradient:
             return tensors
-        for tensor, spec in zip(tensors, pending.layout.tensors, strict=True):
+        for i, spec in enumerate(pending.layout.tensors):
             if spec.requires_grad:
-                tensor.requires_grad_()
+                arrival = Arrival(tensors[i])
+                pending.arrivals.append(arrival)
+                tensors[i] = arrival.tensor
         return pending.layout.fill(tensors)
 
     def _layout(self, pending: Pending) -> Layout | None:

@@ -24,6 +24,7 @@ HOST_RANK = 0  # hosts the TCPStore, unless a launcher's agent does
 LINGER_S = 2.0  # how long the store's host waits for the others to have read the report
 _STORE_LOSS_S = 0.3  # a killed process closes its sockets a moment before it is seen as dead
 _LINGER_POLL_S = 0.01
+_FEW_RANKS = 64
 _BUSY_S = 0.02  # two ticks of the kernel's clock: a hung process does not use that much
 
 
@@ -129,6 +130,8 @@ class Watcher:
         self._place: tuple[object, ...] = ()
         self._moved_s = 0.0  # when this rank last made progress
         self._next_walk_s = silence_s
+        # A walk reads many stamps, and thousands of ranks may wait.
+        self._walk_s = silence_s / 4 if world_size <= _FEW_RANKS else silence_s
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pipeswift-watcher", daemon=True)
@@ -301,7 +304,7 @@ class Watcher:
             return
         if now_s < self._next_walk_s:
             return
-        self._next_walk_s = now_s + self._silence_s  # thousands may wait: walk seldom
+        self._next_walk_s = now_s + self._walk_s
         if self._progress.waiting_for == EVERYONE:
             chain = None
         else:

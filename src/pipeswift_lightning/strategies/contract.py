@@ -1,6 +1,7 @@
 """Refuse at start what a pipeline cannot do, with the reason and the remedy."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,11 +13,33 @@ from torch.optim import Optimizer
 from pipeswift_lightning.runtime.mesh import Mesh
 from pipeswift_lightning.strategies.optimizers import unwrapped
 
-__all__ = ["ContractError", "check_layers", "check_module", "check_optimizers"]
+__all__ = ["ContractError", "check_layers", "check_module", "check_optimizers", "one_optimizer"]
 
 
 class ContractError(RuntimeError):
     """The LightningModule uses something that a pipeline cannot honour."""
+
+
+_SEVERAL = (
+    "configure_optimizers returned several optimizers. Rule: a pipeline steps one optimizer a "
+    "batch, by automatic optimisation. Remedy: put all parameters into the groups of one optimizer "
+    '(each group may have its own learning rate), or strategy="ddp" for this module'
+)
+
+
+@contextmanager
+def one_optimizer() -> Iterator[None]:
+    """Give the pipeline's remedy for several optimizers: Lightning's own is no way here.
+
+    Raises:
+        ContractError: Several optimizers.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" in str(error):
+            raise ContractError(_SEVERAL) from None
+        raise
 
 
 def check_layers(num_layers: int, mesh: Mesh, name: str) -> None:
@@ -75,12 +98,7 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
         ContractError: Several optimizers, or one that evaluates the step more than once.
     """
     if len(optimizers) > 1:
-        names = ", ".join(type(unwrapped(o)).__name__ for o in optimizers)
-        msg = (
-            f"configure_optimizers returned {len(optimizers)} optimizers ({names}). Rule: a "
-            "pipeline steps one optimizer a batch. Remedy: put all parameters in groups of one"
-        )
-        raise ContractError(msg)
+        raise ContractError(_SEVERAL)
     for optimizer in optimizers:
         if isinstance(unwrapped(optimizer), torch.optim.LBFGS):
             msg = (

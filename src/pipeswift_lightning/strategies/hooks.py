@@ -50,6 +50,7 @@ class StepRunner:
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
+        self._session.progress.mark(f"preparing {hook.method}")
         batch, *rest = args
         call = self._call(hook, batch, tuple(rest), precision)
         scope, check = self._scope(hook, call)

@@ -57,6 +57,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         num_nodes: Nodes.
         on_failure: Told each exception that ends a Trainer call; returns what to raise.
         has_begun: Whether all ranks have met, and watch each other.
+        check: Given the Trainer, refuses what is wrong already, before any process is started.
     """
 
     def __init__(
@@ -67,15 +68,18 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         *,
         on_failure: Callable[[BaseException], BaseException],
         has_begun: Callable[[], bool],
+        check: Callable[[Any], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._on_failure = on_failure
         self._has_begun = has_begun
+        self._check = check
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
+        self._check(trainer)
         self.cluster_environment.validate_settings(
             num_devices=self.num_processes, num_nodes=self.num_nodes
         )

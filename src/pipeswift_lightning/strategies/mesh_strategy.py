@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -138,7 +139,11 @@ class MeshStrategy(ParallelStrategy):
                 self.num_nodes,
                 on_failure=self._failed,
                 has_begun=lambda: self._watch.has_begun,
+                check=self.check_before_start,
             )
+
+    def check_before_start(self, trainer: Trainer) -> None:
+        """Refuse what can be seen to be wrong before other processes are started."""
 
     def _failed(self, error: BaseException) -> BaseException:
         """Tell the other ranks about an error; return what to raise instead of it."""

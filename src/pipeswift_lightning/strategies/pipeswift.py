@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -24,7 +25,12 @@ from pipeswift_lightning.strategies.checkpoint import (
     gather_module_state,
     gather_optimizer_state,
 )
-from pipeswift_lightning.strategies.contract import check_layers, check_module, check_optimizers
+from pipeswift_lightning.strategies.contract import (
+    check_layers,
+    check_module,
+    check_optimizers,
+    one_optimizer,
+)
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
@@ -151,6 +157,18 @@ class PipeSwiftStrategy(MeshStrategy):
     # -- set-up -------------------------------------------------------------------------------
 
     @override
+    def check_before_start(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        if module is None:
+            return
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        check_module(module, self.precision_plugin, fitting=fitting)
+        # A module may make its layers only in these hooks, which run on every rank.
+        if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
+            network = find_network(module, self._network_name)
+            check_layers(len(network.layers), self.mesh, network.name)
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         module = self.lightning_module
@@ -174,7 +192,8 @@ class PipeSwiftStrategy(MeshStrategy):
         )
         self._steps = StepRunner(self._session, self.options)
         if fitting:
-            self.setup_optimizers(trainer)
+            with one_optimizer():
+                self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             self._names.remember(module, self.optimizers)
         self.setup_precision_plugin()

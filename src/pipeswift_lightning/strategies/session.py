@@ -132,7 +132,6 @@ class PipelineSession:
             CutError: The step cannot be cut.
         """
         self.progress.step = (self.progress.step or 0) + 1
-        self.progress.mark(f"preparing {call.hook}")
         with preserved_rng(self.device):
             trace = self._trace(call)
             whole = scope is LossScope.WHOLE_BATCH
@@ -199,7 +198,7 @@ class PipelineSession:
         trainer = self.module.trainer
         return {
             "hook": call.hook,
-            "batches in an epoch": f"{trainer.num_training_batches}, {trainer.num_val_batches}",
+            "batches in an epoch": str(trainer.num_training_batches),
             "batch": describe_batch(call.batch),
             "samples (checksum)": str(batch_checksum(call.batch)),
         }

@@ -73,7 +73,7 @@ class FailureWatch:
         report = self._watchdog.describe(error)
         standing = self._watchdog.post_failure(report)
         error.add_note(f"pipeswift: on {report.who()}, {report.activity()}")
-        if standing.rank != report.rank:
+        if standing.rank != report.rank and standing.cause != report.cause:
             first = standing.message().split("\n")[0]
             error.add_note(f"pipeswift: another rank had failed before. {first}")
         return error

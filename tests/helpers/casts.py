@@ -1,0 +1,157 @@
+"""Run a `Scenario` on real ranks: forked (fast), or started by a launcher as a user would."""
+
+import faulthandler
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeswift_lightning.runtime.process import ProcessIdentity
+from tests.helpers.distributed import fork_server
+from tests.helpers.faults import Ending
+from tests.helpers.scenario import Scenario, run
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("scripted.py"))
+PYTHON_PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+
+
+def perform(scenario: Scenario, *, limit_s: float = 25.0) -> list[Ending]:
+    """Run in forked ranks that Lightning takes for children of its own launcher: a second or two.
+
+    Rank 0 is no parent of the others here; :func:`launch` is for what depends on that.
+    """
+    context = fork_server()
+    with tempfile.TemporaryDirectory() as name:
+        scenario = replace(scenario, folder=name)
+        port = _free_port()
+        ranks = [
+            context.Process(target=_become, args=(r, port, scenario.to_json()))
+            for r in range(scenario.devices)
+        ]
+        began = time.monotonic()
+        try:
+            for process in ranks:
+                process.start()
+            ended_s = _until_gone([p.is_alive for p in ranks], began + limit_s)
+        finally:
+            codes = [process.exitcode for process in ranks]
+            for process in ranks:
+                if process.is_alive():
+                    os.kill(process.pid or 0, signal.SIGUSR1)  # its stack ends what it said
+            if None in codes:
+                time.sleep(0.3)
+            for process in ranks:
+                process.kill()
+                process.join()
+        return _endings(scenario, codes, ended_s, began)
+
+
+def launch(
+    scenario: Scenario, *, launcher: Sequence[str] = (sys.executable,), limit_s: float = 90.0
+) -> tuple[int | None, list[Ending]]:
+    """Start the script once, by ``launcher``; whatever starts the other ranks is under test.
+
+    Returns:
+        The exit code of the first process (``None``: it was still there when time was up), and
+        each rank's ending. Of the others only rank 0's code is known, and only without a launcher.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        scenario = replace(scenario, folder=name)
+        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+        began = time.monotonic()
+        with (Path(name) / "launcher").open("wb") as said:
+            first = subprocess.Popen(
+                [*launcher, SCRIPT, scenario.to_json()], env=environment, stderr=said, stdout=said
+            )
+        is_there = [_presence(Path(name) / f"pid{r}", first) for r in range(scenario.devices)]
+        try:
+            ended_s = _until_gone([*is_there, lambda: first.poll() is None], began + limit_s)
+        finally:
+            for file in Path(name).glob("pid*"):
+                ProcessIdentity.of(int(file.read_text())).kill()
+            code = first.poll()
+            first.kill()
+            first.wait()
+        codes = [None if r not in ended_s else code for r in range(scenario.devices)]
+        return code, _endings(scenario, codes, ended_s, began)
+
+
+def _presence(file: Path, first: "subprocess.Popen[bytes]") -> Callable[[], bool]:
+    """Return whether a rank is there: it writes its pid, and may never come to that."""
+
+    def is_there() -> bool:
+        if not file.exists() or not file.read_text():
+            return first.poll() is None
+        return ProcessIdentity.of(int(file.read_text())).is_alive()
+
+    return is_there
+
+
+def _until_gone(is_there: Sequence[Callable[[], bool]], end: float) -> dict[int, float]:
+    gone_s: dict[int, float] = {}
+    while len(gone_s) < len(is_there) and time.monotonic() < end:
+        for r, check in enumerate(is_there):
+            if r not in gone_s and not check():
+                gone_s[r] = time.monotonic()
+        time.sleep(0.005)
+    return gone_s
+
+
+def _endings(
+    scenario: Scenario, codes: Sequence[int | None], ended_s: dict[int, float], began: float
+) -> list[Ending]:
+    folder = Path(scenario.folder)
+    struck = folder / "struck"
+    assert struck.exists() or not scenario.fault, f"the fault never struck: {scenario}"
+    since = float(struck.read_text()) if struck.exists() else began
+    files = [folder / f"stderr{r}" for r in range(scenario.devices)]
+    return [
+        Ending(
+            code=codes[r],
+            after_s=ended_s.get(r, float("inf")) - since,
+            said=files[r].read_text(errors="replace") if files[r].exists() else "",
+        )
+        for r in range(scenario.devices)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _become(rank: int, port: int, text: str) -> None:
+    """Be one rank: the variables are those that Lightning's launcher sets."""
+    scenario = Scenario.from_json(text)
+    os.environ.update(
+        LOCAL_RANK=str(rank),
+        NODE_RANK="0",
+        WORLD_SIZE=str(scenario.devices),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    said = (Path(scenario.folder) / f"stderr{rank}").open("wb", buffering=0)
+    os.dup2(said.fileno(), 2)
+    os.dup2(said.fileno(), 1)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    try:
+        run(scenario)
+    except BaseException:  # noqa: BLE001 -- shown as the interpreter would
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+
+
+def leave_when_gone(parent: Any) -> None:
+    """Wait for a parent that never was, as a rank that has not joined yet."""
+    from pipeswift_lightning.strategies.launcher import _leave_with
+
+    _leave_with(parent, lambda: False)
