@@ -56,7 +56,8 @@ class StepRunner:
         scope, check = self._scope(hook, call)
         program = self._session.run(call, scope)
         output, logs = self._share(program, check=check)
-        replay(self._module, logs, self._session.device)
+        replicated = self._session.groups.mesh.num_replicas > 1
+        replay(self._module, logs, self._session.device, replicated=replicated)
         return output
 
     def _call(

@@ -1,6 +1,5 @@
 """A Lightning strategy over a mesh: where each process stands, and collectives among them."""
 
-import warnings
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -174,11 +173,6 @@ class MeshStrategy(ParallelStrategy):
         self._watch.start(self.mesh, self.global_rank)
         if self._groups is None:
             self._connect()
-        if not self.is_distributed:
-            # All stages log the same value, so there is nothing to synchronise.
-            warnings.filterwarnings(
-                "ignore", message=r".*recommended to use `self\.log\(.*sync_dist"
-            )
         with in_collective("sharing rank 0's random state", self._watch.progress):
             share_random_state(self.root_device)
 

@@ -134,8 +134,14 @@ def _reduced(values: Tensor, weights: Tensor, reduce_fx: str | Callable[..., Any
             raise ValueError(msg)
 
 
-def replay(module: LightningModule, logs: Sequence[MergedLog], device: torch.device) -> None:
-    """Make the merged calls of ``self.log`` on this rank."""
+def replay(
+    module: LightningModule, logs: Sequence[MergedLog], device: torch.device, *, replicated: bool
+) -> None:
+    """Make the merged calls of ``self.log`` on this rank.
+
+    Without replicas every rank logs the same, so there is nothing to synchronise; saying that it
+    is spares the user Lightning's advice to do so.
+    """
     metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
     for entry in logs:
         value: Any = entry.value.to(device) if entry.value is not None else None
@@ -145,7 +151,8 @@ def replay(module: LightningModule, logs: Sequence[MergedLog], device: torch.dev
             metric._update_count = max(1, metric._update_count)
             metric._computed = None
             value = metric
-        module.log(entry.name, value, **entry.options)
+        options = entry.options if replicated else {**entry.options, "sync_dist": True}
+        module.log(entry.name, value, **options)
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
