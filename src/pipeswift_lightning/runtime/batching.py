@@ -1,5 +1,6 @@
 """Split a collated batch into micro-batches; describe batches so that ranks can compare them."""
 
+import copy
 import dataclasses
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = ["BatchError", "batch_checksum", "batch_signature", "describe_batch", "num_samples"]
-__all__ += ["split_batch"]
+__all__ += ["fresh_containers", "split_batch", "tensor_versions"]
 
 _SAMPLED_BYTES = 1 << 20
 
@@ -67,6 +68,32 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
         raise BatchError(msg)
     bounds = np.cumsum([0, *sizes]).tolist()
     return [_slice(batch, a, b, total) for a, b in pairwise(bounds)]
+
+
+def fresh_containers(value: Any) -> Any:
+    """Return ``value`` with its mappings, lists and dataclasses copied, and its tensors shared.
+
+    A step may take things out of its batch (``batch.pop("labels")``), and runs more than once.
+
+    Example:
+        >>> batch = {"x": torch.zeros(1)}
+        >>> _ = fresh_containers(batch).pop("x")
+        >>> list(batch)
+        ['x']
+    """
+    if isinstance(value, Mapping):
+        return _like(value, {k: fresh_containers(v) for k, v in value.items()})
+    if isinstance(value, list | tuple):
+        parts = [fresh_containers(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return copy.copy(value)
+    return value
+
+
+def tensor_versions(batch: Any) -> list[int]:
+    """Return the counts of in-place changes of a batch's tensors."""
+    return [leaf._version for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _slice(value: Any, start: int, stop: int, total: int) -> Any:

@@ -41,6 +41,9 @@ class Completed:
     output: Any
 
 
+_MAX_TEMPLATES = 4096
+
+
 class _ReachedBoundaryError(BaseException):
     """Ends a run at a cut. Not an ``Exception``, so that user code does not catch it."""
 
@@ -141,6 +144,14 @@ class LayerCut:
                 break
         if not discovery.order:
             raise CutError(self.call.not_called(step_name))
+        if discovery.changes_arguments:
+            msg = (
+                f"a layer of {self.network_name} changes a tensor or a list that it is given and "
+                "that the step made itself. Rule: layers hand on what they compute by returning "
+                "it, since another stage has its own copy of their arguments. Remedy: return the "
+                "changed value from the layer, and pass it to the next"
+            )
+            raise CutError(msg)
         return discovery.trace(names)
 
     def _discover_once(self, discovery: Discovery, step: Callable[[], Any]) -> None:
@@ -186,7 +197,9 @@ class LayerCut:
         if trace is not None:
             present = dict(zip(trace.carried(first), received, strict=True))
             keep = frozenset(trace.carried(last))
-        mode = AbsentMode(self.device, absent_parameters=True) if first > 0 else None
+        mode = None
+        if trace is not None:  # nothing is absent on the first stage, or a wrong step would show it
+            mode = AbsentMode(self.device, absent_parameters=first > 0, strict=first == 0)
         run = _Run(trace, first, last, present, reseed, mode, keep)
         self._run = run
         try:
@@ -219,7 +232,7 @@ class LayerCut:
         if self._discovery is not None:
             output = original(*args, **kwargs)
             if self._discovery.order:
-                self._discovery.network_returned = True
+                self._discovery.network_returns(output)
                 raise DiscoveryDone
             return output
         run = self._run
@@ -294,11 +307,11 @@ class LayerCut:
         template = self._templates.get(key)
         if template is None:
             template = tree_flatten(_absent_output(original, args, kwargs))
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
             self._templates[key] = template
-        outputs = list(template[0])
-        for leaf, value in run.trace.outputs[position]:
-            if value in run.present:  # one that this run alone knows
-                outputs[leaf] = outputs[leaf].detach()
+        # Tensors of this run's own: code may change them, and some stand for present ones.
+        outputs = [x.detach() if isinstance(x, Tensor) else x for x in template[0]]
         self._remember(run, outputs, run.trace.outputs[position])
         run.reseed(position + 1, False)  # noqa: FBT003 -- a gap
         return tree_unflatten(outputs, template[1])

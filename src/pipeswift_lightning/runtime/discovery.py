@@ -51,6 +51,8 @@ class Discovery:
         self.mode = _TracingMode(device, self)
         self.order: list[int] = []
         self.network_returned = False
+        self.returns_scalar = False
+        self.changes_arguments = False
         self._gap = 0
         self._inside_layer = False
         self._held: frozenset[int] = frozenset()
@@ -138,8 +140,14 @@ class Discovery:
         self, original: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> Any:
         self._inside_layer = True
+        given = to_absent((args, kwargs))
+        real = [isinstance(x, Tensor) and not x.is_meta for x in leaves]
+        before = _state(given, real)
         try:
-            return to_absent(original(*to_absent(args), **to_absent(kwargs)))
+            output = to_absent(original(*given[0], **given[1]))
+            if _state(given, real) != before:
+                self.changes_arguments = True
+            return output
         except (RuntimeError, NotImplementedError):
             # A layer that cannot run without data; blocks keep their first tensor's shape.
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -164,6 +172,14 @@ class Discovery:
             self._last_use[value] = max(self._last_use[value], boundary)
         return value
 
+    def network_returns(self, output: Any) -> None:
+        """Note what the network has returned; discovery ends there."""
+        self.network_returned = True
+        self.returns_scalar = any(
+            isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+            for leaf in tree_flatten(output)[0]
+        )
+
     def trace(self, names: Mapping[int, str]) -> StepTrace:
         """Return what was seen; ``names`` names the module's parameters by ``id``."""
         unnameable: dict[int, str] = {}
@@ -185,4 +201,12 @@ class Discovery:
             },
             unnameable=unnameable,
             calls_network=self.network_returned,
+            returns_scalar=self.returns_scalar,
         )
+
+
+def _state(arguments: Any, real: list[bool]) -> list[Any]:
+    """Return what tells whether a layer has changed side inputs or lists that it was given."""
+    leaves, spec = tree_flatten(arguments)
+    versions = [leaf._version for leaf, is_real in zip(leaves, real, strict=False) if is_real]
+    return [str(spec), *versions]

@@ -1,9 +1,11 @@
 """Random streams that do not depend on the number of stages or on the order of micro-batches."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
+import numpy as np
 import torch
 
 __all__ = ["StreamKind", "enter_layer", "preserved_rng", "reseeder", "stream_seed"]
@@ -48,8 +50,12 @@ def reseeder(device: torch.device, *key: int) -> Callable[[int, bool], None]:
     def reseed(index: int, is_layer: bool) -> None:  # noqa: FBT001 -- two kinds, one hot call
         if is_layer:
             enter_layer(device)
-        else:
-            _seed(device, stream_seed(*key, StreamKind.GAP, index))
+            return
+        seed = stream_seed(*key, StreamKind.GAP, index)
+        _seed(device, seed)
+        if index == 0:  # a run of the step begins: what it draws elsewhere agrees on all stages
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 -- users' code draws from it
 
     return reseed
 
@@ -75,12 +81,15 @@ def _seed(device: torch.device, seed: int) -> None:
 def preserved_rng(device: torch.device) -> Iterator[None]:
     """Leave the global generators as they were: a strategy must never consume them."""
     cpu = torch.default_generator.get_state()
+    others = random.getstate(), np.random.get_state()  # noqa: NPY002
     generator = _cuda_generator(device)
     cuda = generator.get_state() if generator is not None else None
     try:
         yield
     finally:
         torch.default_generator.set_state(cpu)
+        random.setstate(others[0])
+        np.random.set_state(others[1])  # noqa: NPY002
         if generator is not None and cuda is not None:
             generator.set_state(cuda)
 

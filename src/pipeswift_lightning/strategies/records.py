@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
         module.__dict__.pop("log", None)
 
 
-_LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+_LOG_ARGUMENTS = tuple(signature(LightningModule.log).parameters)[3:]  # after self, name, value
 
 
 def _detached(value: Any) -> Tensor | None:

@@ -86,7 +86,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> 
     joined: list[Any] = []
     for column in zip(*(f[0] for f in flat), strict=True):
         if not isinstance(column[0], Tensor):
-            joined.append(column[-1])
+            joined.append(_constant(column, network))
             continue
         tensor = _join_tensors(column, sizes, weights, network)
         wanted = torch.is_grad_enabled() and any(part.requires_grad for part in column)
@@ -96,6 +96,17 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> 
         arrivals.append(arrival)
         joined.append(arrival.tensor if arrival is not None else tensor)
     return _Joined(tree_unflatten(joined, flat[0][1]), arrivals, parts, weights)
+
+
+def _constant(column: Sequence[Any], network: str) -> Any:
+    if any(value != column[0] for value in column):
+        msg = (
+            f"{network} returned {list(column)[:4]} for different micro-batches: numbers that "
+            "depend on the micro-batch cannot be joined. Remedy: return them as tensors with a "
+            'row a sample, or PipeSwiftStrategy(loss="per_sample")'
+        )
+        raise CutError(msg)
+    return column[0]
 
 
 def _join_tensors(
@@ -145,7 +156,7 @@ class WholeBatchProgram(StageProgram):
 
     def prepare(self) -> None:
         """Run the step up to the network's call, and split the call's arguments."""
-        step = partial(getattr(self.module, self.call.hook), self.call.batch, *self.call.rest)
+        step = self.call.bound(self.module, self.call.batch)
         with recorded(self.module), self.call.context():
             reseeder(self.cut.device, *self.call.seed, _WHOLE)(0, False)  # noqa: FBT003 -- a gap
             args, kwargs = self.cut.call.capture(
@@ -193,7 +204,8 @@ class WholeBatchProgram(StageProgram):
 
     @override
     def signature(self, micro_batch: int) -> Hashable:
-        return (self.call.hook, "whole", batch_signature(self._calls[micro_batch]))
+        shapes = batch_signature(self._calls[micro_batch])
+        return (self.call.hook, "whole", self.call.trainable, shapes)
 
     def finish(self) -> None:
         """Run the user's step on the joined output, and differentiate its loss."""
@@ -234,7 +246,7 @@ class WholeBatchProgram(StageProgram):
 
     def _inject(self, batch: Any, value: Any, stream: int) -> tuple[Any, list[LogRecord]]:
         """Run the step with the network's call returning ``value``."""
-        step = partial(getattr(self.module, self.call.hook), batch, *self.call.rest)
+        step = self.call.bound(self.module, batch)
         reseed = reseeder(self.cut.device, *self.call.seed, stream)
         with recorded(self.module) as records, self.call.context():
             reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
