@@ -15,7 +15,7 @@ from typing import Any
 
 from pipeswift_lightning.runtime.process import ProcessIdentity
 from tests.helpers.distributed import fork_server
-from tests.helpers.faults import Ending
+from tests.helpers.faults import Ending, start_server
 from tests.helpers.scenario import Scenario, run
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +29,7 @@ def perform(scenario: Scenario, *, limit_s: float = 25.0) -> list[Ending]:
     Rank 0 is no parent of the others here; :func:`launch` is for what depends on that.
     """
     context = fork_server()
+    start_server(context)
     with tempfile.TemporaryDirectory() as name:
         scenario = replace(scenario, folder=name)
         port = _free_port()

@@ -111,7 +111,7 @@ def play(scene: Scene) -> list[Ending]:
         folder = Path(name)
         agent = _tcp_store(0, is_host=True) if scene.store == "agent" else None
         port = agent.port if agent is not None else _free_port()
-        _start_server(context)
+        start_server(context)
         ranks = [
             context.Process(target=_act, args=(r, scene, folder, port, struck))
             for r in range(scene.world_size)
@@ -142,6 +142,13 @@ def play(scene: Scene) -> list[Ending]:
         ]
 
 
+def start_server(context: ForkServerContext) -> None:
+    """Import what ranks need before the time starts to run: seconds, on a loaded machine."""
+    first = context.Process(target=_nothing)
+    first.start()
+    first.join()
+
+
 def strike_in_step(actor: Actor, fault: Callable[[Actor], None]) -> Callable[[int, int], None]:
     """Return what makes the victim fail in the middle of step 2, in micro-batch 3."""
 
@@ -168,13 +175,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _start_server(context: ForkServerContext) -> None:
-    """Import what ranks need before the time starts to run: seconds, on a loaded machine."""
-    first = context.Process(target=_nothing)
-    first.start()
-    first.join()
 
 
 def _nothing() -> None:

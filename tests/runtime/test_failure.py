@@ -1,6 +1,8 @@
 import pickle
 from dataclasses import replace
 
+import torch
+
 from pipeswift_lightning.runtime.failure import FailureReport, PipelineFailure, describe_exception
 
 REPORT = FailureReport(
@@ -45,3 +47,15 @@ def test_reports_and_failures_travel() -> None:
 def test_an_exception_without_text_is_named_by_its_type() -> None:
     cause, detail = describe_exception(MemoryError())
     assert (cause, detail) == ("MemoryError", "MemoryError\n")
+
+
+def test_only_the_users_frames_are_told_and_the_line_that_raised() -> None:
+    layer = torch.nn.Linear(2, 2)
+    try:
+        layer(torch.ones(3))
+    except RuntimeError as error:
+        _, detail = describe_exception(error)
+    frames = [line for line in detail.splitlines() if line.startswith("  File")]
+    assert len(frames) == 2  # this file, and torch's line that raised; not _call_impl and so on
+    assert __file__ in frames[0]
+    assert "functional.py" in frames[1] or "linear.py" in frames[1]

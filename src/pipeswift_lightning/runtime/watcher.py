@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from pipeswift_lightning.runtime.blocked import distributed_call
 from pipeswift_lightning.runtime.deadlock import find_deadlock, find_parting
 from pipeswift_lightning.runtime.failure import FailureKind, FailureReport, describe_exception
 from pipeswift_lightning.runtime.failure_board import FailureBoard
@@ -129,6 +130,8 @@ class Watcher:
         self._ticked_s = time.monotonic()
         self._place: tuple[object, ...] = ()
         self._moved_s = 0.0  # when this rank last made progress
+        self._main_thread = threading.get_ident()
+        self._waiting_for: int | None = None
         self._next_walk_s = silence_s
         # A walk reads many stamps, and thousands of ranks may wait.
         self._walk_s = silence_s / 4 if world_size <= _FEW_RANKS else silence_s
@@ -255,7 +258,13 @@ class Watcher:
         if place != self._place:
             self._place, self._moved_s = place, self._clock.now_s
         still_s = self._clock.now_s - self._moved_s
-        return Stamp.of(self._progress, beat=self.beats, still_s=still_s, is_done=is_done)
+        stamp = Stamp.of(self._progress, beat=self.beats, still_s=still_s, is_done=is_done)
+        if stamp.waiting_for is None and still_s > self._silence_s / 2:
+            call = distributed_call(self._main_thread)
+            if call is not None:
+                stamp = replace(stamp, waiting_for=EVERYONE, doing=f"{stamp.doing}, {call}")
+        self._waiting_for = stamp.waiting_for
+        return stamp
 
     def _post(self, report: FailureReport) -> None:
         self._outcome.settle(self._board.post(report))
@@ -299,13 +308,13 @@ class Watcher:
 
     def _check_own_wait(self) -> None:
         now_s = self._clock.now_s
-        if self._progress.waiting_for is None or now_s - self._moved_s < self._silence_s:
+        if self._waiting_for is None or now_s - self._moved_s < self._silence_s:
             self._next_walk_s = 0.0
             return
         if now_s < self._next_walk_s:
             return
         self._next_walk_s = now_s + self._walk_s
-        if self._progress.waiting_for == EVERYONE:
+        if self._waiting_for == EVERYONE:
             chain = None
         else:
             chain = find_deadlock(self._rank, lambda r: self._board.read([r])[0], self._silence_s)

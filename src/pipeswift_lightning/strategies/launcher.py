@@ -27,6 +27,7 @@ __all__ = ["PARENT_VARIABLE", "PipelineLauncher", "launcher_pid"]
 
 PARENT_VARIABLE = "PIPESWIFT_LAUNCHER_PID"
 _POLL_S = 0.2
+_SHORT_POLL_S = 0.02
 _UNWIND_S = 20.0  # for ranks that watch each other: they end by themselves, this is a last resort
 _LAST_WORDS_S = 1.0  # for a child's output to arrive
 
@@ -100,6 +101,15 @@ class PipelineLauncher(_SubprocessScriptLauncher):
                 # This rank only stops: where it stood meanwhile is a screenful that helps nobody.
                 raise cause.with_traceback(None) from None
             raise
+
+    @override
+    def kill(self, signum: Any) -> None:
+        """Send a signal to the children; those that are to be killed may first say why."""
+        if signum == signal.SIGKILL:
+            end = time.monotonic() + _LAST_WORDS_S
+            while time.monotonic() < end and any(child.poll() is None for child in self.procs):
+                time.sleep(_SHORT_POLL_S)
+        super().kill(signum)
 
     def _start_children(self) -> None:
         os.environ[PARENT_VARIABLE] = str(os.getpid())

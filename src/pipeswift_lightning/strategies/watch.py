@@ -1,5 +1,7 @@
 """The watchdog of one Trainer call."""
 
+from contextlib import suppress
+
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
@@ -58,6 +60,10 @@ class FailureWatch:
         if position is not None:
             replica = mesh.coordinate(self._rank).replica
             peer = mesh.rank(stage=position, replica=replica)
+        with suppress(RuntimeError):
+            return self._watchdog.explain(error, peer)
+        # A signal came meanwhile (torchrun's agent sends SIGTERM when a rank dies), and its handler
+        # failed: Lightning's begins a collective with ranks that are gone. The reason is the same.
         return self._watchdog.explain(error, peer)
 
     def told(self, error: BaseException, mesh: Mesh) -> BaseException:
