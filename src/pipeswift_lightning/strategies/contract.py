@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -106,15 +106,16 @@ def check_callbacks(callbacks: Sequence[object], mesh: Mesh) -> None:
     """Check that no callback needs all parameters on one rank.
 
     Raises:
-        ContractError: A callback averages weights, and there are several stages.
+        ContractError: A callback reads all parameters, and there are several stages.
     """
-    averaging = StochasticWeightAveraging | WeightAveraging
+    needs_all = StochasticWeightAveraging | WeightAveraging | BaseFinetuning
     for callback in callbacks:
-        if mesh.num_stages > 1 and isinstance(callback, averaging):
+        if mesh.num_stages > 1 and isinstance(callback, needs_all):
             msg = (
-                f"the callback {type(callback).__name__} averages all parameters on every rank, "
-                "but each stage holds only its own. Remedy: leave it out, or average the "
-                "checkpoints afterwards"
+                f"the callback {type(callback).__name__} reads all parameters on every rank, but "
+                "each stage holds only its own. Remedy: average checkpoints afterwards; to freeze "
+                "and thaw layers, give all parameters to the optimizer and set requires_grad in a "
+                "hook"
             )
             raise ContractError(msg)
 
