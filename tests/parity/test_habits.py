@@ -224,5 +224,5 @@ def test_refused_with_the_reason(name: str) -> None:
 @pytest.mark.world_size(2, deadline_s=60)
 def test_callbacks_that_need_all_parameters_are_refused() -> None:
     options = {"max_epochs": 1, "callbacks": lambda: [Finetune()]}
-    with pytest.raises(Exception, match="the callback Finetune .* each stage holds only its own"):
+    with pytest.raises(Exception, match=r"the callback Finetune .* each stage holds only its own"):
         fit(Base, loaders, PipeSwiftStrategy(micro_batches=3), **options)

@@ -1,7 +1,7 @@
 """Walk one rank's row of instructions."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, assert_never
@@ -80,8 +80,6 @@ class Executor:
         ranks: The global rank at each position, for the watchdog; the positions if not given.
         progress: Where the watchdog reads what this rank is doing.
         recorder: Where events go; ``None`` records nothing.
-        after_last_backward: Called when the row's last backward has run, while the sends and the
-            cool-down of other stages go on: the place to start reducing gradients.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class Executor:
         ranks: Sequence[int] | None = None,
         progress: Progress | None = None,
         recorder: Recorder | None = None,
-        after_last_backward: Callable[[], None] | None = None,
     ) -> None:
         self._channel = channel
         self._positions = tuple(stage_positions)
@@ -100,7 +97,6 @@ class Executor:
         self._last_stage = len(self._positions) - 1
         self._progress = progress if progress is not None else Progress()
         self._recorder = recorder
-        self._after_last_backward = after_last_backward
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._pending: dict[tuple[int, int, bool], Pending] = {}
         self._sends: deque[tuple[int, InFlight]] = deque()
@@ -113,14 +109,9 @@ class Executor:
             Exception: Whatever the program raises, with a note that says where.
         """
         self._channel.begin()
-        backwards = sum(isinstance(instruction, Backward) for instruction in row)
         try:
             for instruction in row:
                 self._step(instruction, program, training=training)
-                if isinstance(instruction, Backward):
-                    backwards -= 1
-                    if not backwards and self._after_last_backward is not None:
-                        self._after_last_backward()
             while self._sends:
                 self._reap()
         finally:

@@ -1,7 +1,7 @@
 """Whether the user's loss sees one micro-batch at a time or the whole batch."""
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from pipeswift_lightning.strategies.options import LossScope
@@ -44,6 +44,12 @@ class LossPolicy:
         """Take the result of a check: the first value that differs, or ``None``."""
         if what_differs is not None and not self._whole:
             self._whole = True
+            if self._steps > _ALWAYS_CHECKED:
+                rank_zero_warn(
+                    "pipeswift: some of the steps since the last check weighted micro-batches by "
+                    "their samples, which the loss of this batch does not allow. Set "
+                    'PipeSwiftStrategy(loss="whole_batch") to rule that out from the start.'
+                )
             rank_zero_info(
                 f"pipeswift: {what_differs} of a batch is not the mean of its micro-batches', so "
                 "the loss sees whole batches: exact, in GPipe's order, with all micro-batches in "
