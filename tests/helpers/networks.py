@@ -158,6 +158,23 @@ class Noisy(Regression):
         return (found - y + 0.01 * torch.randn_like(y)).pow(2).mean(1)
 
 
+class NoisyBetween(nn.Module):
+    """Draws between its layers, for use further on; drops out within and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = []
+        for layer in self.layers:
+            x = layer(x).tanh()
+            noise.append(torch.rand(len(x), 1))
+            x = functional.dropout(x, 0.2, self.training)
+            x = x * noise[len(noise) // 2]
+        return x * noise[1] * noise[3]
+
+
 class Temperature(Language):
     """A parameter of the module itself takes part in the loss."""
 

@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], str]]
 def test_refused_with_the_reason(name: str) -> None:
     module, data, text = REFUSED[name]
     with pytest.raises(Exception, match=text):
-        fit(module, data, PipeSwiftStrategy(micro_batches=3), max_epochs=1)
+        fit(module, data, PipeSwiftStrategy(micro_batches=3, loss="per_sample"), max_epochs=1)
 
 
 @pytest.mark.world_size(2, deadline_s=30)

@@ -1,11 +1,19 @@
 """Networks whose parts meet in unusual ways, batches of any shape, and how they are trained."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import LightningModule
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
 
+from pipeswift_lightning import PipeSwiftStrategy
+from tests.helpers.distributed import run_ranks
 from tests.helpers.modules import Language, Regression, Transformer, loaders, stack, tokens, vectors
 from tests.helpers.networks import (
     Frozen,
@@ -21,7 +29,7 @@ from tests.helpers.networks import (
     nest,
     pad,
 )
-from tests.helpers.parity import Failures, compare, plain
+from tests.helpers.parity import Failures, compare, fit, plain
 
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]
 
@@ -52,6 +60,11 @@ TRAINING: dict[str, Case] = {
         *NETWORKS["tied modules"][:2],
         {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 6},
     ),
+    "shuffled, clipped": (
+        NETWORKS["tied by use"][0],
+        loaders(tokens, shuffle=True),
+        {"gradient_clip_val": 0.05, "seed": partial(seed_everything, 5, verbose=False)},
+    ),
     "clip, frozen": (lambda: Frozen(Transformer(), 3), loaders(tokens), {"gradient_clip_val": 0.1}),
 }
 
@@ -61,7 +74,8 @@ def _check(cases: dict[str, Case], stages: int) -> None:
     for name, (module, data, options) in cases.items():
         options = {"max_epochs": 4, **options}
         want = plain(module, data, **options)
-        strategy = {"stages": stages, "micro_batches": 3}
+        loss = "per_sample" if stages == 2 else "auto"
+        strategy = {"stages": stages, "micro_batches": 3, "loss": loss}
         compare(failures, f"{name}, {stages} stages", module, data, strategy, want, **options)
     failures.check()
 
@@ -91,3 +105,62 @@ def test_training_on_two_stages() -> None:
 @pytest.mark.world_size(4, deadline_s=90)
 def test_training_on_four_stages() -> None:
     _check(TRAINING, 4)
+
+
+# -- data parallel ----------------------------------------------------------------------------
+
+REPLICATED = ["accumulation", "clip by norm", "clip and accumulate", "shuffled, clipped"]
+
+
+def _options(name: str) -> dict[str, Any]:
+    return {"max_epochs": 6, **TRAINING[name][2]}
+
+
+def _ddp(folder: Path) -> None:
+    for name in REPLICATED:
+        module, data, _ = TRAINING[name]
+        outcome = fit(module, data, DDPStrategy(process_group_backend="gloo"), **_options(name))
+        torch.save(outcome, folder / f"{name}-{dist.get_rank()}.pt")
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("ddp")
+    run_ranks(_ddp, 2, {"folder": folder}, deadline_s=60)
+    return folder
+
+
+@pytest.mark.world_size(4, deadline_s=90)
+def test_training_on_two_stages_and_two_replicas(ddp: Path) -> None:
+    failures = Failures()
+    for name in REPLICATED:
+        module, data, _ = TRAINING[name]
+        want = torch.load(ddp / f"{name}-{dist.get_rank() // 2}.pt", weights_only=False)
+        strategy = {"stages": 2, "micro_batches": 3}
+        compare(failures, name, module, data, strategy, want, **_options(name))
+    failures.check()
+
+
+# -- what cannot be cut -----------------------------------------------------------------------
+
+
+class Early(Residual):
+    """Python evaluates the scale before the block: that value would have to cross the cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x0 = self.start(x)
+        for i, block in enumerate(self.blocks):
+            x = self.scale[i] * block(x, x0)
+        return x
+
+
+@pytest.mark.world_size(2, deadline_s=30)
+def test_a_value_that_no_layer_names_is_refused_with_the_reason() -> None:
+    match = "at most, but 2 are asked for: a value computed before layer 1 is used after it"
+    with pytest.raises(Exception, match=match):
+        fit(
+            lambda: Regression(Early()),
+            loaders(vectors),
+            PipeSwiftStrategy(micro_batches=2),
+            max_epochs=1,
+        )

@@ -136,3 +136,28 @@ def test_errors_say_where_they_happened() -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         pipe([Broken(3, 3)], micro_batches(2), lower(build_schedule("gpipe", 1, 2)))
     assert raised.value.__notes__ == ["pipeswift: in Forward of micro-batch 0 on stage 0"]
+
+
+def test_with_dynamic_shapes_equal_micro_batches_may_differ_inside() -> None:
+    class Cropping(Program):
+        def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
+            output = super().forward(stage, micro_batch, received)
+            return output if self.is_last else (output[0][: 1 + micro_batch], output[1])
+
+    layers, batches = network(2), [torch.randn(3, 3, dtype=torch.float64) for _ in range(3)]
+    hub, schedule = LoopbackHub(), lower(build_schedule("1f1b", 2, 3))
+    programs = [Cropping(layer, i == 1, batches) for i, layer in enumerate(layers)]
+
+    def stage(position: int) -> None:
+        channel = Channel(LoopbackTransport(hub, position), dynamic_shapes=True)
+        Executor(channel, range(2)).run(schedule.rows[position], programs[position], training=True)
+
+    run_threads([lambda p=p: stage(p) for p in range(2)])  # type: ignore[misc]
+    got = [p.grad.clone() for layer in layers for p in layer.parameters() if p.grad is not None]
+    for layer in layers:
+        layer.zero_grad()
+    for i, batch in enumerate(batches):
+        hidden = layers[0](batch).tanh()[: 1 + i]
+        (layers[1](hidden).tanh().pow(2).sum() / 2).backward()
+    want = [p.grad for layer in layers for p in layer.parameters()]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)

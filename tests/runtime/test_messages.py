@@ -1,16 +1,19 @@
 """Whatever structure goes in comes out: dtypes, shapes, gradients' flags, and what is no tensor."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
 from pipeswift_lightning.runtime.messages import Channel, Layout, MessageError
-from pipeswift_lightning.runtime.transport import LoopbackHub, LoopbackTransport
+from pipeswift_lightning.runtime.transport import C10dTransport, LoopbackHub, LoopbackTransport
 
 DTYPES = [
     torch.bool,
@@ -116,6 +119,14 @@ def test_dynamic_shapes_send_the_layout_in_each_step() -> None:
         assert receiver.wait(receiver.post(0, "key", is_gradient=False)).shape == shape
 
 
+def test_a_layout_crosses_without_a_warning_from_pytrees() -> None:
+    sender, receiver = channels()
+    sender.send_activation(1, "key", {"x": torch.zeros(2)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        receiver.wait(receiver.post(0, "key", is_gradient=False))
+
+
 def test_receives_posted_ahead_keep_their_order() -> None:
     sender, receiver = channels()
     pending = [receiver.post(0, key, is_gradient=False) for key in "abab"]
@@ -145,3 +156,31 @@ def test_a_layout_in_words() -> None:
     layout, tensors_ = Layout.of({"x": torch.zeros(2, requires_grad=True), "n": 3})
     assert layout.describe() == "(float32[2]*, 3)"
     assert len(tensors_) == len(layout.gradients) == 1
+
+
+@pytest.mark.world_size(2)
+def test_gloo_moves_every_dtype_as_it_lies() -> None:
+    groups = MeshGroups.create(Mesh.of(world_size=2, num_stages=2), dist.get_rank())
+    device = torch.device("cpu")
+    groups.warm(device)
+    channel = Channel(C10dTransport(groups, device))
+    more = [torch.int8, torch.int16, torch.uint16, torch.complex128, torch.float8_e4m3fn]
+    raw = (torch.arange(64) % 2).to(torch.uint8)  # a valid pattern in every dtype, bool too
+    # Odd shapes: a scalar, nothing at all, a transposed matrix.
+    value = (
+        *(raw.view(dtype) for dtype in [*DTYPES, *more]),
+        torch.tensor(7),
+        torch.zeros(0, 3),
+        torch.arange(6.0).view(2, 3).T.requires_grad_(),
+    )
+    for _ in range(2):  # with the layout, and bare
+        channel.begin()
+        if dist.get_rank() == 0:
+            channel.send_activation(1, "key", value).wait()
+            continue
+        got = channel.wait(channel.post(0, "key", is_gradient=False))
+        assert len(got) == len(value)
+        for a, b in zip(got, value, strict=True):
+            assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+            a, b = a.detach().contiguous(), b.detach().contiguous()
+            assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))

@@ -124,7 +124,6 @@ REASONS: dict[str, tuple[Callable[[], LightningModule], str | None, str]] = {
     "two candidates": (lambda: module(a=linear(), b=linear()), None, r"a \(Linear\), b \(Linear\)"),
     "no parameters": (lambda: module(act=nn.ReLU()), None, "none with parameters"),
     "a typo": (lambda: module(model=linear()), "modle", "Did you mean 'model'"),
-    "an empty model": (lambda: module(a=nn.ReLU()), "a", "no layer with parameters"),
     "a hook that returns nothing": (
         lambda: module(net=hooked(lambda n: None, a=linear())),
         None,

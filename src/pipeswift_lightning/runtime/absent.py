@@ -21,6 +21,7 @@ __all__ = ["AbsentMode", "AbsentValueError", "entered", "to_absent"]
 _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
+_AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or")}
 _READS = {
     torch.Tensor.item,
     torch.Tensor.tolist,
@@ -61,6 +62,7 @@ class AbsentMode(TorchFunctionMode):
             the meta device are.
         on_parameter: Called with each parameter that takes part in an absent operation.
         resolve: Maps ``id(tensor)`` of an absent tensor to the present one that has arrived for it.
+        strict: Whether using an absent tensor is an error.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class AbsentMode(TorchFunctionMode):
         absent_parameters: bool,
         on_parameter: Callable[[nn.Parameter], None] | None = None,
         resolve: Mapping[int, Tensor] | None = None,
+        strict: bool = False,
     ) -> None:
         super().__init__()
         self.device = device
         self.absent_parameters = absent_parameters
         self.on_parameter = on_parameter
         self.resolve = resolve if resolve is not None else {}
+        self.strict = strict
 
     @override
     def __torch_function__(
@@ -104,8 +108,24 @@ class AbsentMode(TorchFunctionMode):
     def _run_absent(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if self.strict:
+            msg = (
+                "code before the second stage's first layer uses a parameter that another stage "
+                "holds: the first step of this kind did not use it there. Rule: each step uses a "
+                "parameter at the same places as the first one did. Remedy: use it from the first "
+                "step on (times zero, if need be)"
+            )
+            raise AbsentValueError(msg)
         if func in _MOVES:
             return args[0]
+        if _writes(func, kwargs) and args and isinstance(args[0], Tensor) and not args[0].is_meta:
+            msg = (
+                f"the step writes an activation that another stage computes into a tensor in place "
+                f"({func.__name__}), where this stage could not see it. Rule: outside its layers, "
+                "the network does not write activations into other tensors. Remedy: build the "
+                "tensor with torch.stack, torch.cat or torch.where, or do it within a layer"
+            )
+            raise AbsentValueError(msg)
         if func in _READS:
             msg = (
                 f"the step reads the value of an activation ({func.__name__}) that another stage "
@@ -143,6 +163,12 @@ class AbsentMode(TorchFunctionMode):
         assert self.on_parameter is not None
         self.on_parameter(parameter)
         return parameter
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name == "__setitem__" or name in _AUGMENTED or "out" in kwargs
 
 
 def _meta_device(_: torch.device) -> torch.device:

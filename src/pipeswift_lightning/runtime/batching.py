@@ -1,5 +1,6 @@
 """Split a collated batch into micro-batches; describe batches so that ranks can compare them."""
 
+import copy
 import dataclasses
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = ["BatchError", "batch_checksum", "batch_signature", "describe_batch", "num_samples"]
-__all__ += ["split_batch"]
+__all__ += ["fresh_containers", "split_batch", "tensor_versions"]
 
 _SAMPLED_BYTES = 1 << 20
 
@@ -69,9 +70,35 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return [_slice(batch, a, b, total) for a, b in pairwise(bounds)]
 
 
+def fresh_containers(value: Any) -> Any:
+    """Return ``value`` with its mappings, lists and dataclasses copied, and its tensors shared.
+
+    A step may take things out of its batch (``batch.pop("labels")``), and runs more than once.
+
+    Example:
+        >>> batch = {"x": torch.zeros(1)}
+        >>> _ = fresh_containers(batch).pop("x")
+        >>> list(batch)
+        ['x']
+    """
+    if isinstance(value, Mapping):
+        return _like(value, {k: fresh_containers(v) for k, v in value.items()})
+    if isinstance(value, list | tuple):
+        parts = [fresh_containers(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return copy.copy(value)
+    return value
+
+
+def tensor_versions(batch: Any) -> list[int]:
+    """Return the counts of in-place changes of a batch's tensors."""
+    return [leaf._version for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
+
+
 def _slice(value: Any, start: int, stop: int, total: int) -> Any:
     if isinstance(value, Tensor | np.ndarray):
-        return value[start:stop] if value.ndim > 0 and value.shape[0] == total else value
+        return _slice_rows(value, start, stop, total)
     if value is None or isinstance(value, str | bytes | bool | int | float | complex):
         return value
     if isinstance(value, Mapping):
@@ -92,6 +119,16 @@ def _slice(value: Any, start: int, stop: int, total: int) -> Any:
         "split_batch(batch, sizes) on your LightningModule, returning one batch a size"
     )
     raise BatchError(msg)
+
+
+def _slice_rows(value: Any, start: int, stop: int, total: int) -> Any:
+    if value.ndim == 0 or value.shape[0] != total:
+        return value
+    if isinstance(value, np.ndarray):
+        return value[start:stop]
+    # Views that autograd takes for separate tensors: a layer that changes its input in place must
+    # not make the other micro-batches' inputs look changed.
+    return torch.unsafe_split_with_sizes(value, [start, stop - start, total - stop])[1]
 
 
 def _like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

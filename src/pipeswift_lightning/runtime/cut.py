@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pipeswift_lightning.runtime.absent import AbsentMode, entered, to_absent
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
+from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
+from pipeswift_lightning.runtime.rng import enter_layer
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
@@ -37,6 +39,9 @@ class Completed:
     """The run reached the end of the step; ``output`` is what the step returned."""
 
     output: Any
+
+
+_MAX_TEMPLATES = 4096
 
 
 class _ReachedBoundaryError(BaseException):
@@ -58,6 +63,7 @@ class _Run:
     network_calls: int = 0
     boundary: tuple[Tensor, ...] = ()
     resolve: dict[int, Tensor] = field(default_factory=dict)
+    alive: list[Tensor] = field(default_factory=list)
 
 
 class LayerCut:
@@ -93,16 +99,13 @@ class LayerCut:
         """Put the interception in place; `remove` takes it away."""
         for index, layer in enumerate(self.layers):
             self._intercept(layer, partial(self._call_layer, index))
-        if all(layer is not self.network for layer in self.layers):
-            self._intercept(self.network, self._call_network)
+        self._intercept(self.network, self._call_network)
 
     def remove(self) -> None:
         """Give the modules their own ``forward`` back."""
         for module, forward in reversed(self._originals):
-            if forward == getattr(type(module), "forward", None):
-                continue
-            module.__dict__.pop("forward", None)
-            if getattr(module, "forward", None) != forward:
+            del module.forward
+            if module.forward != forward:  # it was an attribute of the instance already
                 module.forward = forward
         self._originals.clear()
 
@@ -141,6 +144,14 @@ class LayerCut:
                 break
         if not discovery.order:
             raise CutError(self.call.not_called(step_name))
+        if discovery.changes_arguments:
+            msg = (
+                f"a layer of {self.network_name} changes a tensor or a list that it is given and "
+                "that the step made itself. Rule: layers hand on what they compute by returning "
+                "it, since another stage has its own copy of their arguments. Remedy: return the "
+                "changed value from the layer, and pass it to the next"
+            )
+            raise CutError(msg)
         return discovery.trace(names)
 
     def _discover_once(self, discovery: Discovery, step: Callable[[], Any]) -> None:
@@ -186,7 +197,9 @@ class LayerCut:
         if trace is not None:
             present = dict(zip(trace.carried(first), received, strict=True))
             keep = frozenset(trace.carried(last))
-        mode = AbsentMode(self.device, absent_parameters=True) if first > 0 else None
+        mode = None
+        if trace is not None:  # nothing is absent on the first stage, or a wrong step would show it
+            mode = AbsentMode(self.device, absent_parameters=first > 0, strict=first == 0)
         run = _Run(trace, first, last, present, reseed, mode, keep)
         self._run = run
         try:
@@ -219,7 +232,7 @@ class LayerCut:
         if self._discovery is not None:
             output = original(*args, **kwargs)
             if self._discovery.order:
-                self._discovery.network_returned = True
+                self._discovery.network_returns(output)
                 raise DiscoveryDone
             return output
         run = self._run
@@ -235,7 +248,7 @@ class LayerCut:
         if index in self._uncut:
             return original(*args, **kwargs)
         if self._discovery is not None:
-            return self._discovery.call_layer(index, original, args, kwargs)
+            return self._discovery.call_layer(index, self.layers[index], original, args, kwargs)
         run = self._run
         if run is None:
             return self._call_outside(index, original, args, kwargs)
@@ -263,6 +276,9 @@ class LayerCut:
                 "call it in one of those steps, or after the Trainer has finished"
             )
             raise CutError(msg)
+        if is_recomputing():
+            args, kwargs = with_present((args, kwargs))
+            enter_layer(self.device)
         return original(*args, **kwargs)
 
     def _check_order(self, run: _Run, index: int, position: int) -> None:
@@ -290,16 +306,22 @@ class LayerCut:
         key = (index, self.layers[index].training, *shapes)
         template = self._templates.get(key)
         if template is None:
-            template = _absent_output(original, args, kwargs)
+            template = tree_flatten(_absent_output(original, args, kwargs))
+            if len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.clear()
             self._templates[key] = template
-        self._remember(run, tree_flatten(template)[0], run.trace.outputs[position])
-        return template
+        # Tensors of this run's own: code may change them, and some stand for present ones.
+        outputs = [x.detach() if isinstance(x, Tensor) else x for x in template[0]]
+        self._remember(run, outputs, run.trace.outputs[position])
+        run.reseed(position + 1, False)  # noqa: FBT003 -- a gap
+        return tree_unflatten(outputs, template[1])
 
     @staticmethod
     def _remember(run: _Run, leaves: list[Any], pairs: tuple[tuple[int, int], ...]) -> None:
         for leaf, value in pairs:
             if value in run.present and isinstance(leaves[leaf], Tensor):
                 run.resolve[id(leaves[leaf])] = run.present[value]
+                run.alive.append(leaves[leaf])  # or its id could be another's
 
     def _bind_arguments(
         self, run: _Run, position: int, args: Any, kwargs: Any
@@ -315,6 +337,9 @@ class LayerCut:
                 run.mode.resolve = run.resolve
         for leaf, value in run.trace.inputs[position]:
             if value in run.present:
+                note_present(
+                    leaves[leaf], run.present[value], f"layer {position} of {self.network_name}"
+                )
                 leaves[leaf] = run.present[value]
             elif value in run.keep:
                 run.present[value] = leaves[leaf]

@@ -51,8 +51,11 @@ class Discovery:
         self.mode = _TracingMode(device, self)
         self.order: list[int] = []
         self.network_returned = False
+        self.returns_scalar = False
+        self.changes_arguments = False
         self._gap = 0
         self._inside_layer = False
+        self._held: frozenset[int] = frozenset()
         self._alive: list[Any] = []  # ids stay unique only while the tensors live
         self._created: dict[int, int] = {}
         self._value_of: dict[int, int] = {}
@@ -67,9 +70,11 @@ class Discovery:
     # -- told by the mode ---------------------------------------------------------------------
 
     def note_parameter(self, parameter: nn.Parameter) -> None:
-        """A parameter takes part in code outside the layers."""
+        """A parameter takes part outside the layers, or in a layer that does not hold it."""
         if not self._inside_layer:
             self._parameter_gaps[id(parameter)].add(self._gap)
+        elif id(parameter) not in self._held:
+            self._parameter_gaps[id(parameter)].add(self._gap + 1)  # with the layer, like its gap
 
     def note_use(self, args: Any, kwargs: Any) -> None:
         """Code outside the layers uses absent values."""
@@ -97,8 +102,10 @@ class Discovery:
 
     # -- told by the cut ----------------------------------------------------------------------
 
-    def call_layer(self, index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Record the call of layer ``index`` and return its absent output."""
+    def call_layer(
+        self, index: int, layer: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Record the call of ``layer`` and return its absent output."""
         if index in self.order:
             msg = (
                 f"layer {index} is called twice in one step (calls {self.order.index(index)} and "
@@ -117,6 +124,7 @@ class Discovery:
                 if isinstance(leaf, Tensor) and (leaf.is_meta or isinstance(leaf, nn.Parameter))
             )
         )
+        self._held = frozenset(map(id, layer.parameters()))
         output = self._absent_output(original, args, kwargs, leaves)
         self._gap = position + 1
         self._outputs.append(
@@ -132,8 +140,14 @@ class Discovery:
         self, original: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> Any:
         self._inside_layer = True
+        given = to_absent((args, kwargs))
+        real = [isinstance(x, Tensor) and not x.is_meta for x in leaves]
+        before = _state(given, real)
         try:
-            return to_absent(original(*to_absent(args), **to_absent(kwargs)))
+            output = to_absent(original(*given[0], **given[1]))
+            if _state(given, real) != before:
+                self.changes_arguments = True
+            return output
         except (RuntimeError, NotImplementedError):
             # A layer that cannot run without data; blocks keep their first tensor's shape.
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -158,6 +172,14 @@ class Discovery:
             self._last_use[value] = max(self._last_use[value], boundary)
         return value
 
+    def network_returns(self, output: Any) -> None:
+        """Note what the network has returned; discovery ends there."""
+        self.network_returned = True
+        self.returns_scalar = any(
+            isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+            for leaf in tree_flatten(output)[0]
+        )
+
     def trace(self, names: Mapping[int, str]) -> StepTrace:
         """Return what was seen; ``names`` names the module's parameters by ``id``."""
         unnameable: dict[int, str] = {}
@@ -179,4 +201,12 @@ class Discovery:
             },
             unnameable=unnameable,
             calls_network=self.network_returned,
+            returns_scalar=self.returns_scalar,
         )
+
+
+def _state(arguments: Any, real: list[bool]) -> list[Any]:
+    """Return what tells whether a layer has changed side inputs or lists that it was given."""
+    leaves, spec = tree_flatten(arguments)
+    versions = [leaf._version for leaf, is_real in zip(leaves, real, strict=False) if is_real]
+    return [str(spec), *versions]

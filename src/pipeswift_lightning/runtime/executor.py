@@ -9,7 +9,6 @@ from typing import Any, Protocol, assert_never
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten
 
 from pipeswift_lightning.plan.instructions import (
     Backward,
@@ -22,14 +21,16 @@ from pipeswift_lightning.plan.instructions import (
     SendGradient,
 )
 from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.communication import communicating
-from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending
+from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, tensors_of
 from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recorder import Recorder
 
 __all__ = ["Executor", "StageProgram"]
 
 _MAX_SENDS = 8
+_WAITING = {False: "waiting for the activation", True: "waiting for the gradient"}
 
 
 class StageProgram(Protocol):
@@ -62,7 +63,7 @@ class StageProgram(Protocol):
 class _Saved:
     """What a stage holds for one micro-batch between its forward and its backward."""
 
-    inputs: list[Tensor]
+    inputs: list[Arrival]
     output: Any
     loss: Tensor | None = None
     edges: list[GradientEdge] = field(default_factory=list)
@@ -156,12 +157,14 @@ class Executor:
     def _forward(
         self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
     ) -> None:
-        received = None
+        received: Any = None
+        inputs: list[Arrival] = []
         if stage > 0:
+            pending = self._pending[stage, micro_batch, False]
             received = self._wait(stage, micro_batch, is_gradient=False)
+            inputs = pending.arrivals
         self._mark("Forward", stage, micro_batch)
         start = perf_counter()
-        inputs = _differentiable(received) if training and received is not None else []
         try:
             with torch.set_grad_enabled(training):
                 output = program.forward(stage, micro_batch, received)
@@ -191,10 +194,7 @@ class Executor:
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise
-        for tensor in saved.inputs:
-            gradient = tensor.grad
-            saved.gradients.append(torch.zeros_like(tensor) if gradient is None else gradient)
-            tensor.grad = None
+        saved.gradients = [arrival.take_gradient_or_zeros() for arrival in saved.inputs]
         saved.loss = None
         saved.edges = []
         self._record(EventKind.BACKWARD, stage, micro_batch, start)
@@ -205,26 +205,28 @@ class Executor:
         self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
     ) -> None:
         saved = self._saved[stage, micro_batch]
-        key = (stage, training, program.signature(micro_batch))
         self._mark("sending the activation", stage, micro_batch)
+        key = self._key(stage, micro_batch, program, training=training)
         peer = self._positions[stage + 1]
-        with communicating(f"stage {stage} sending micro-batch {micro_batch} forward", peer):
+        try:
             saved.sent = self._channel.send_activation(peer, key, saved.output)
+        except Exception:  # Only now: the words take longer than a send.
+            with communicating(f"stage {stage} sending micro-batch {micro_batch} forward", peer):
+                raise
         if training:
             # The graph needs no output data, only the edges into it.
-            saved.edges = [
-                get_gradient_edge(tensor)
-                for tensor in tree_flatten(saved.output)[0]
-                if isinstance(tensor, Tensor) and tensor.requires_grad
-            ]
+            saved.edges = [get_gradient_edge(x) for x in _differentiable(saved.output)]
         saved.output = None
 
     def _send_gradient(self, stage: int, micro_batch: int) -> None:
         saved = self._saved[stage, micro_batch]
         self._mark("sending the gradient", stage, micro_batch)
         peer = self._positions[stage - 1]
-        with communicating(f"stage {stage} sending micro-batch {micro_batch} backward", peer):
+        try:
             flight = self._channel.send_gradient(peer, saved.gradients)
+        except Exception:
+            with communicating(f"stage {stage} sending micro-batch {micro_batch} backward", peer):
+                raise
         saved.gradients = []
         self._keep_send(stage - 1, flight)
 
@@ -232,22 +234,34 @@ class Executor:
         self, stage: int, micro_batch: int, peer: int, program: StageProgram, *, training: bool
     ) -> None:
         is_gradient = peer > stage
-        key = (min(stage, peer), training, program.signature(micro_batch))
+        key = self._key(min(stage, peer), micro_batch, program, training=training)
         self._pending[stage, micro_batch, is_gradient] = self._channel.post(
             self._positions[peer], key, is_gradient=is_gradient
         )
 
+    def _key(
+        self, lower_stage: int, micro_batch: int, program: StageProgram, *, training: bool
+    ) -> Hashable:
+        """Return what determines the layout of a micro-batch's activation."""
+        signature = program.signature(micro_batch)
+        if self._channel.dynamic_shapes:
+            return lower_stage, training, signature, micro_batch
+        return lower_stage, training, signature
+
     def _wait(self, stage: int, micro_batch: int, *, is_gradient: bool) -> Any:
         pending = self._pending.pop((stage, micro_batch, is_gradient))
-        what = "gradient" if is_gradient else "activation"
-        self._mark(f"waiting for the {what}", stage, micro_batch, self._ranks[pending.source])
+        doing = _WAITING[is_gradient]
+        self._mark(doing, stage, micro_batch, self._ranks[pending.source])
         start = perf_counter()
-        with communicating(
-            f"stage {stage} waiting for the {what} of micro-batch {micro_batch} from position "
-            f"{pending.source}",
-            pending.source,
-        ):
+        try:
             value = self._channel.wait(pending)
+        except Exception:
+            with communicating(
+                f"stage {stage} {doing} of micro-batch {micro_batch} from position "
+                f"{pending.source}",
+                pending.source,
+            ):
+                raise
         self._record(EventKind.RECEIVE_WAIT, stage, micro_batch, start)
         return value
 
@@ -264,8 +278,11 @@ class Executor:
             micro_batch=self._progress.micro_batch,
             waiting_for=self._ranks[peer],
         )
-        with communicating(f"sending to position {peer}", peer):
+        try:
             flight.wait()
+        except Exception:
+            with communicating(f"sending to position {peer}", peer):
+                raise
 
     # -- observing ----------------------------------------------------------------------------
 
@@ -277,9 +294,9 @@ class Executor:
             self._recorder.add(kind, stage, micro_batch, start_s, perf_counter())
 
 
-def _differentiable(received: Any) -> list[Tensor]:
-    """Return the received tensors whose gradient goes back; they have been marked by the sender."""
-    return [x for x in tree_flatten(received)[0] if isinstance(x, Tensor) and x.requires_grad]
+def _differentiable(value: Any) -> list[Tensor]:
+    """Return the tensors whose gradient comes back."""
+    return [x for x in tensors_of(value) if x.requires_grad]
 
 
 def _note(error: Exception, what: str, stage: int, micro_batch: int) -> None:

@@ -60,24 +60,36 @@ class NetworkCall:
             self.answer = None
         raise CutError(self.not_called(step_name))
 
-    def inject(self, step: Callable[[], Any], output: Any, *, step_name: str) -> Any:
+    def inject(
+        self, step: Callable[[], Any], output: Any, *, step_name: str, absent_parameters: bool
+    ) -> Any:
         """Run ``step`` with the network's call returning ``output``.
+
+        Args:
+            step: The user's step with its arguments bound.
+            output: What the network returns.
+            step_name: How errors name the step.
+            absent_parameters: Whether the parameters before the call live on another stage.
 
         Raises:
             CutError: The step calls the network twice, or not at all.
         """
         calls = 0
+        mode = AbsentMode(self._device, absent_parameters=True) if absent_parameters else None
 
         def once(*_: Any, **__: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls > 1:
                 raise CutError(self.called_twice())
+            if mode is not None:  # what comes after the network has its parameters here
+                mode.absent_parameters = False
             return output
 
         self.answer = once
         try:
-            result = step()
+            with entered(mode):
+                result = step()
         finally:
             self.answer = None
         if not calls:

@@ -1,6 +1,6 @@
 """Which stages own which parameters and buffers; give up the rest, and bring it back at the end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,6 +61,7 @@ class Owners:
 
 def find_owners(
     module: nn.Module,
+    network: nn.Module,
     layers: Sequence[nn.Module],
     trace: StepTrace,
     partition: Partition,
@@ -68,8 +69,9 @@ def find_owners(
     """Return the owners: a layer's stage, and the stages whose code uses a loose parameter.
 
     The code in gap ``g`` belongs to the stage of layer ``g - 1``, and the code before the first
-    layer to stage 0. What no code outside the layers was seen to use (the parameters of a loss)
-    belongs to the last stage, where the user's loss runs.
+    layer to stage 0. What no code was seen to use (the parameters of a loss) belongs to the last
+    stage, where the user's loss runs; so does what is no part of the network, since the loss, which
+    is not looked at, may use it again.
     """
     table = ParameterTable.of(module)
     stages: dict[str, set[int]] = {name: set() for name in table.aliases}
@@ -80,6 +82,10 @@ def find_owners(
         if name in stages:
             stages[name] |= {partition.stage_of(max(gap - 1, 0)) for gap in gaps}
     last = len(partition.ranges) - 1
+    inside = {id(parameter) for parameter in network.parameters()}
+    for key, name in table.names.items():
+        if key not in inside and stages[name]:
+            stages[name].add(last)
     owners = {name: tuple(sorted(found)) or (last,) for name, found in stages.items()}
     return Owners(owners, _buffer_owners(module, layers, trace, partition, owners))
 
@@ -97,12 +103,12 @@ def _buffer_owners(
             of_module[id(child)] = partition.stage_of(position)
     last = len(partition.ranges) - 1
     result: dict[str, int] = {}
-    for prefix, child in module.named_modules():
+    for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         siblings = [f"{dot}{n}" for n, _ in child.named_parameters(recurse=False)]
         sibling = next((parameters[n][0] for n in siblings if n in parameters), last)
         stage = of_module.get(id(child), sibling)
-        for name, _ in child.named_buffers(recurse=False):
+        for name in child._buffers:
             result[f"{dot}{name}"] = stage
     return result
 
@@ -154,10 +160,27 @@ class LocalShare:
                 self._place(name, original)
                 parameter = original
             broadcast_tensors([parameter.data], source, groups.pipeline, device)
-        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        self._bring_back_buffers(groups)
+
+    def _bring_back_buffers(self, groups: MeshGroups) -> None:
+        """Fetch buffers as objects: a step may have made them, or changed their shapes."""
+        own = {
+            name: None if buffer is None else buffer.detach().cpu()
+            for name, buffer in self._buffers()
+            if self.owners.buffers.get(name, self.stage) == self.stage
+        }
+        every: list[dict[str, torch.Tensor | None]] = [{} for _ in range(groups.mesh.num_stages)]
+        dist.all_gather_object(every, own, group=groups.pipeline)
         for name, stage in self.owners.buffers.items():
-            source = groups.mesh.rank(stage=stage, replica=replica)
-            broadcast_tensors([buffers[name]], source, groups.pipeline, device)
+            if stage == self.stage or name not in every[stage]:
+                continue
+            path, _, leaf = name.rpartition(".")
+            self.module.get_submodule(path)._buffers[leaf] = every[stage][name]
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for prefix, child in self.module.named_modules(remove_duplicate=False):
+            for name, buffer in child._buffers.items():
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
     def move_to(self, device: torch.device) -> None:
         """Move what this stage owns to its device."""

@@ -1,12 +1,14 @@
 """Random streams that do not depend on the number of stages or on the order of micro-batches."""
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
+import numpy as np
 import torch
 
-__all__ = ["StreamKind", "preserved_rng", "reseeder", "stream_seed"]
+__all__ = ["StreamKind", "enter_layer", "preserved_rng", "reseeder", "stream_seed"]
 
 _MASK = (1 << 64) - 1
 
@@ -44,29 +46,50 @@ def reseeder(device: torch.device, *key: int) -> Callable[[int, bool], None]:
 
     The generators are seeded directly: ``torch.manual_seed`` costs a hundred times as much.
     """
-    cpu = torch.default_generator
-    cuda = _cuda_generator(device)
 
     def reseed(index: int, is_layer: bool) -> None:  # noqa: FBT001 -- two kinds, one hot call
-        kind = StreamKind.LAYER if is_layer else StreamKind.GAP
-        seed = stream_seed(*key, kind, index)
-        cpu.manual_seed(seed)
-        if cuda is not None:
-            cuda.manual_seed(seed)
+        if is_layer:
+            enter_layer(device)
+            return
+        seed = stream_seed(*key, StreamKind.GAP, index)
+        _seed(device, seed)
+        if index == 0:  # a run of the step begins: what it draws elsewhere agrees on all stages
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 -- users' code draws from it
 
     return reseed
+
+
+def enter_layer(device: torch.device) -> None:
+    """Seed the generators for a layer, from the seed of the gap before it alone.
+
+    So activation checkpointing, which restores the random state from before a layer's call, makes
+    the layer draw the same again.
+    """
+    gap = torch.default_generator.initial_seed()
+    _seed(device, stream_seed(gap, StreamKind.LAYER))
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    cuda = _cuda_generator(device)
+    if cuda is not None:
+        cuda.manual_seed(seed)
 
 
 @contextmanager
 def preserved_rng(device: torch.device) -> Iterator[None]:
     """Leave the global generators as they were: a strategy must never consume them."""
     cpu = torch.default_generator.get_state()
+    others = random.getstate(), np.random.get_state()  # noqa: NPY002
     generator = _cuda_generator(device)
     cuda = generator.get_state() if generator is not None else None
     try:
         yield
     finally:
         torch.default_generator.set_state(cpu)
+        random.setstate(others[0])
+        np.random.set_state(others[1])  # noqa: NPY002
         if generator is not None and cuda is not None:
             generator.set_state(cuda)
 

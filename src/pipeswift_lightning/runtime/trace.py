@@ -37,6 +37,7 @@ class StepTrace:
         parameter_gaps: For each parameter (by name) that is used outside the layers, the gaps.
         unnameable: Cuts that no stage could feed: boundary -> reason.
         calls_network: Whether the step calls the network itself, not its layers one by one.
+        returns_scalar: Whether the network returns a scalar, such as a loss of its own.
     """
 
     order: tuple[int, ...]
@@ -46,6 +47,7 @@ class StepTrace:
     parameter_gaps: Mapping[str, frozenset[int]]
     unnameable: Mapping[int, str] = field(default_factory=dict)
     calls_network: bool = True
+    returns_scalar: bool = False
 
     @property
     def num_layers(self) -> int:

@@ -2,11 +2,9 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipeswift_lightning.runtime.mesh import MeshGroups
@@ -33,11 +31,11 @@ class Transport(Protocol):
     device: torch.device
 
     def send(self, tensor: Tensor, destination: int) -> Work:
-        """Start sending a contiguous byte tensor to the rank at position ``destination``."""
+        """Start sending a contiguous tensor of any dtype to the rank at ``destination``."""
         ...
 
     def receive(self, tensor: Tensor, source: int) -> Work:
-        """Start receiving into a contiguous byte tensor of exactly the size that is sent."""
+        """Start receiving into a contiguous tensor of exactly the bytes that are sent."""
         ...
 
 
@@ -51,18 +49,35 @@ class C10dTransport:
     def __init__(self, groups: MeshGroups, device: torch.device) -> None:
         self.position = groups.coordinate.stage
         self.device = device
-        self._edges: Mapping[tuple[int, int], dist.ProcessGroup] = groups.edges
-        # A pair's group holds two ranks in rank order, which is the order of positions.
+        # The backend itself: a group's send goes through torch's dispatcher, which takes as long
+        # as the send. A pair's group holds two ranks in rank order, which is that of positions.
+        self._to: dict[int, tuple[Any, int]] = {}
+        self._from: dict[int, tuple[Any, int]] = {}
+        for (source, destination), group in groups.edges.items():
+            backend = group._get_backend(device)  # torch's stubs do not know its send and recv
+            if source == self.position:
+                self._to[destination] = backend, int(destination > source)
+            else:
+                self._from[source] = backend, int(source > destination)
+        # gloo moves whatever lies in memory; NCCL knows a list of dtypes, bytes among them.
+        self._as_is = device.type == "cpu"
 
     def send(self, tensor: Tensor, destination: int) -> Work:
         """Start sending ``tensor``."""
-        group = self._edges[self.position, destination]
-        return group.send([tensor], int(destination > self.position), 0)
+        backend, peer = self._to[destination]
+        work: Work = backend.send([tensor if self._as_is else _as_bytes(tensor)], peer, 0)
+        return work
 
     def receive(self, tensor: Tensor, source: int) -> Work:
         """Start receiving into ``tensor``."""
-        group = self._edges[source, self.position]
-        return group.recv([tensor], int(source > self.position), 0)
+        backend, peer = self._from[source]
+        work: Work = backend.recv([tensor if self._as_is else _as_bytes(tensor)], peer, 0)
+        return work
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor of any dtype as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class LoopbackHub:
@@ -75,7 +90,7 @@ class LoopbackHub:
     def put(self, edge: tuple[int, int], tensor: Tensor) -> None:
         """Add a message to ``edge``."""
         with self._changed:
-            self._sent[edge].append(tensor.clone())
+            self._sent[edge].append(_as_bytes(tensor).clone())
             self._changed.notify_all()
 
     def take(self, edge: tuple[int, int], index: int, timeout_s: float) -> Tensor:
@@ -102,10 +117,11 @@ class _LoopbackReceive:
 
     def wait(self) -> bool:
         message = self._hub.take(self._edge, self._index, timeout_s=20.0)
-        if message.numel() != self._into.numel():
-            msg = f"{message.numel()} bytes were sent, {self._into.numel()} are expected"
+        into = _as_bytes(self._into)
+        if message.numel() != into.numel():
+            msg = f"{message.numel()} bytes were sent, {into.numel()} are expected"
             raise RuntimeError(msg)
-        self._into.copy_(message)
+        into.copy_(message)
         return True
 
 

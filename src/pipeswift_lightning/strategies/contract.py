@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -42,12 +43,22 @@ def one_optimizer() -> Iterator[None]:
         raise
 
 
-def check_layers(num_layers: int, mesh: Mesh, name: str) -> None:
-    """Check that each stage gets a layer.
+def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
+    """Check that each stage gets a layer, and that layers can be intercepted.
 
     Raises:
-        ContractError: There are fewer layers than stages.
+        ContractError: There are fewer layers than stages, or a layer has a forward pre-hook.
     """
+    num_layers = len(layers)
+    hooked = [i for i, layer in enumerate(layers) if layer._forward_pre_hooks]
+    if mesh.num_stages > 1 and hooked:
+        msg = (
+            f"layer {hooked[0]} of {name} has a forward pre-hook (old-style spectral_norm or "
+            "weight_norm, say), which would see values of other stages. Remedy: use "
+            "torch.nn.utils.parametrizations, or put the layer into a module of its own, such as "
+            "nn.Sequential(layer) within the block"
+        )
+        raise ContractError(msg)
     if mesh.num_stages > num_layers:
         msg = (
             f"{name} has {num_layers} layers, but {mesh.num_stages} stages are asked for. Rule: "
@@ -89,6 +100,23 @@ def check_module(module: LightningModule, precision: Precision, *, fitting: bool
             "micro-batch by its own statistics, as gradient accumulation does; results differ "
             "from one device on the whole batch. GroupNorm and LayerNorm are exact."
         )
+
+
+def check_callbacks(callbacks: Sequence[object], mesh: Mesh) -> None:
+    """Check that no callback needs all parameters on one rank.
+
+    Raises:
+        ContractError: A callback averages weights, and there are several stages.
+    """
+    averaging = StochasticWeightAveraging | WeightAveraging
+    for callback in callbacks:
+        if mesh.num_stages > 1 and isinstance(callback, averaging):
+            msg = (
+                f"the callback {type(callback).__name__} averages all parameters on every rank, "
+                "but each stage holds only its own. Remedy: leave it out, or average the "
+                "checkpoints afterwards"
+            )
+            raise ContractError(msg)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:

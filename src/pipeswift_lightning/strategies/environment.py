@@ -21,8 +21,11 @@ def ensure_process_group(
     backend: str | None,
     device: torch.device,
     timeout: timedelta,
-) -> None:
+) -> bool:
     """Create the default process group, unless one of the right size is there.
+
+    Returns:
+        Whether it was created here.
 
     Raises:
         RuntimeError: A process group of another size is there.
@@ -35,11 +38,12 @@ def ensure_process_group(
                 "the old group (torch.distributed.destroy_process_group()) before this Trainer"
             )
             raise RuntimeError(msg)
-        return
+        return False
     if world_size == 1 or environment is None:
         # No port and no network for a single process.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-        return
+        return True
     chosen = backend or _get_default_process_group_backend_for_device(device)
     device_id = device if device.type != "cpu" else None
     _init_dist_connection(environment, chosen, timeout=timeout, device_id=device_id)
+    return True

@@ -1,5 +1,6 @@
 """From one call of a Lightning step hook to a run of the pipeline, and back."""
 
+import zlib
 from enum import IntEnum
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -46,6 +48,7 @@ class StepRunner:
         self._seed = torch.initial_seed()
         self._evaluations = 0
         self._largest_batch = 0
+        self._warned = False
         self._policy = LossPolicy(options.loss)
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
@@ -53,10 +56,11 @@ class StepRunner:
         self._session.progress.mark(f"preparing {hook.method}")
         batch, *rest = args
         call = self._call(hook, batch, tuple(rest), precision)
-        scope, check = self._scope(hook, call)
+        call, scope, check = self._scope(hook, call)
         program = self._session.run(call, scope)
         output, logs = self._share(program, check=check)
-        replay(self._module, logs, self._session.device)
+        replicated = self._session.groups.mesh.num_replicas > 1
+        replay(self._module, logs, self._session.device, replicated=replicated)
         return output
 
     def _call(
@@ -85,6 +89,7 @@ class StepRunner:
             seed=self._seeds(hook),
             loss_divisor=trainer.accumulate_grad_batches if training else 1,
             context=contexts[hook],
+            trainable=zlib.crc32(bytes(p.requires_grad for p in self._module.parameters())),
         )
 
     def _seeds(self, hook: StepHook) -> tuple[int, ...]:
@@ -94,13 +99,27 @@ class StepRunner:
         replica = self._session.groups.coordinate.replica
         return (self._seed, replica, hook, step, self._evaluations)
 
-    def _scope(self, hook: StepHook, call: StepCall) -> tuple[LossScope, bool]:
-        """Evaluation always sees whole batches: forward-only, that costs only the outputs."""
-        if len(call.sizes) == 1 or not self._session.can_capture(call):
-            return LossScope.PER_SAMPLE, False
+    def _scope(self, hook: StepHook, call: StepCall) -> tuple[StepCall, LossScope, bool]:
+        """Choose what the loss sees. Evaluation sees whole batches: that costs only outputs."""
+        trace = self._session.look_at(call)
+        if trace is None or len(call.sizes) == 1 or not trace.calls_network:
+            return call, LossScope.PER_SAMPLE, False
+        if trace.returns_scalar and self._options.loss is not LossScope.PER_SAMPLE:
+            self._warn_of_scalar()
+            return call.in_one(), LossScope.PER_SAMPLE, False
         if hook is StepHook.TRAINING:
-            return self._policy.next_step()
-        return LossScope.WHOLE_BATCH, False
+            return call, *self._policy.next_step()
+        return call, LossScope.WHOLE_BATCH, False
+
+    def _warn_of_scalar(self) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"pipeswift: {self._session.network.name} returns a scalar, such as a loss of its "
+                "own. Whether it is a mean over samples cannot be told, so each batch runs as one "
+                "micro-batch: exact, but the stages wait for one another. Compute the loss in the "
+                'step instead, or set PipeSwiftStrategy(loss="per_sample") if it is such a mean.'
+            )
 
     def _share(
         self, program: StepProgram | WholeBatchProgram, *, check: bool

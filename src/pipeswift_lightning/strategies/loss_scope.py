@@ -81,4 +81,4 @@ def _alike(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None:
         return a is b
     tolerance = _TOLERANCE.get(a.dtype, 1e-2)
-    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    return torch.allclose(a.double(), b.double(), rtol=tolerance, atol=0.0, equal_nan=True)

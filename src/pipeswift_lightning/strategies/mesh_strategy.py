@@ -1,6 +1,5 @@
 """A Lightning strategy over a mesh: where each process stands, and collectives among them."""
 
-import warnings
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -77,6 +76,7 @@ class MeshStrategy(ParallelStrategy):
         self._watch = FailureWatch(silence_s)
         self._groups: MeshGroups | None = None
         self._collectives: Collectives | None = None
+        self._made_group = False
 
     # -- places -------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         if self._groups is None:
-            ensure_process_group(
+            self._made_group = ensure_process_group(
                 self.cluster_environment,
                 world_size=self.mesh.world_size,
                 backend=self._backend,
@@ -173,11 +173,6 @@ class MeshStrategy(ParallelStrategy):
         self._watch.start(self.mesh, self.global_rank)
         if self._groups is None:
             self._connect()
-        if not self.is_distributed:
-            # All stages log the same value, so there is nothing to synchronise.
-            warnings.filterwarnings(
-                "ignore", message=r".*recommended to use `self\.log\(.*sync_dist"
-            )
         with in_collective("sharing rank 0's random state", self._watch.progress):
             share_random_state(self.root_device)
 

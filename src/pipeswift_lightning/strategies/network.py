@@ -64,10 +64,8 @@ def find_network(module: LightningModule, name: str | None) -> PipelinedNetwork:
     if hook is not None:
         layers = _hooked_layers(hook)
         return PipelinedNetwork(shown, network, layers, chain=_needs_chain(network, layers))
-    layers = _registered_layers(network)
-    if not layers:
-        msg = f"{shown} ({type(network).__name__}) holds no layer with parameters to pipeline"
-        raise NetworkError(msg)
+    # A network without parts, such as a single nn.Linear, is one layer.
+    layers = _registered_layers(network) or (network,)
     return PipelinedNetwork(shown, network, layers)
 
 

@@ -1,6 +1,6 @@
 """Keep each optimizer to the parameters that live on this stage, and remember them by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,11 @@ class OptimizerNames:
 
     def __init__(self) -> None:
         self.groups: list[list[list[str]]] = []
+        self._parameters: dict[str, nn.Parameter] = {}
 
     def remember(self, module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
         """Note the groups as the user made them."""
+        self._parameters = dict(module.named_parameters())
         table = ParameterTable.of(module)
         self.groups = [
             [
@@ -54,10 +56,13 @@ class OptimizerNames:
             raise ValueError(msg) from None
 
     def keep_local(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-        """Take the parameters of other stages out of the groups."""
-        parameters = dict(module.named_parameters())
+        """Take the parameters of other stages out of the groups, also of groups added since."""
+        self._parameters = parameters = dict(module.named_parameters())
+        table = ParameterTable.of(module)
         for optimizer, groups in zip(optimizers, self.groups, strict=True):
             inner = unwrapped(optimizer)
+            for added in inner.param_groups[len(groups) :]:
+                groups.append([self._name(table, parameter) for parameter in added["params"]])
             for group, names in zip(inner.param_groups, groups, strict=True):
                 local = [parameters[n] for n in names if not parameters[n].is_meta]
                 if len(local) < len(group["params"]):
@@ -67,12 +72,34 @@ class OptimizerNames:
                             inner.state.pop(parameter, None)
                     group["params"] = local
 
-    def restore(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-        """Put all parameters back into the groups, once the module is whole again."""
-        parameters = dict(module.named_parameters())
-        for optimizer, groups in zip(optimizers, self.groups, strict=True):
-            for group, names in zip(unwrapped(optimizer).param_groups, groups, strict=True):
-                group["params"] = [parameters[n] for n in names]
+    def local_state(
+        self, index: int, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the part of optimizer ``index``'s full ``state_dict`` that belongs here.
+
+        Args:
+            index: Place of the optimizer.
+            optimizer: The optimizer, with its local groups.
+            state: State over all stages, its parameters numbered in the order of the groups.
+        """
+        groups = self.groups[index]
+        held = [[id(p) for p in group["params"]] for group in unwrapped(optimizer).param_groups]
+        names = {id(p): n for n, p in self._parameters.items()}
+        kept: dict[str, int] = {}
+        for group in held:
+            for key in group:
+                kept[names[key]] = len(kept)
+        order = [name for group in groups for name in group]
+        local = {
+            kept[order[int(number)]]: value
+            for number, value in state["state"].items()
+            if order[int(number)] in kept
+        }
+        param_groups = [
+            {**group, "params": [kept[name] for name in mine if name in kept]}
+            for group, mine in zip(state["param_groups"], groups, strict=True)
+        ]
+        return {"state": local, "param_groups": param_groups}
 
 
 @torch.no_grad()

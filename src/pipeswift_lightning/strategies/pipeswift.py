@@ -21,11 +21,9 @@ from typing_extensions import override
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
-from pipeswift_lightning.strategies.checkpoint import (
-    gather_module_state,
-    gather_optimizer_state,
-)
+from pipeswift_lightning.strategies.checkpoint import gather_module_state, gather_optimizer_state
 from pipeswift_lightning.strategies.contract import (
+    check_callbacks,
     check_layers,
     check_module,
     check_optimizers,
@@ -163,10 +161,11 @@ class PipeSwiftStrategy(MeshStrategy):
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_module(module, self.precision_plugin, fitting=fitting)
+        check_callbacks(trainer.callbacks, self.mesh)  # type: ignore[attr-defined]
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
             network = find_network(module, self._network_name)
-            check_layers(len(network.layers), self.mesh, network.name)
+            check_layers(network.layers, self.mesh, network.name)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -178,7 +177,7 @@ class PipeSwiftStrategy(MeshStrategy):
         check_module(module, self.precision_plugin, fitting=fitting)
         self.precision_plugin.convert_module(module)
         network = find_network(module, self._network_name)
-        check_layers(len(network.layers), self.mesh, network.name)
+        check_layers(network.layers, self.mesh, network.name)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
@@ -314,6 +313,7 @@ class PipeSwiftStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self._groups is None:
             return super().optimizer_state(optimizer)
+        self._keep_local()  # a callback may have added groups
         index = next(i for i, o in enumerate(self.optimizers) if _same(o, optimizer))
         module, groups = self.lightning_module, self._groups
         names = self._names.groups[index]
@@ -322,6 +322,13 @@ class PipeSwiftStrategy(MeshStrategy):
     def _gathered(self, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         assert self._collectives is not None
         return self._collectives.guarded("gathering the stages for a checkpoint", gather)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
+            optimizer.load_state_dict(self._names.local_state(index, optimizer, state))
+            _optimizers_to_device([optimizer], self.root_device)
 
     # -- observing ----------------------------------------------------------------------------
 
@@ -366,7 +373,7 @@ class PipeSwiftStrategy(MeshStrategy):
         if whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
-        if self.mesh.world_size == 1 and dist.is_initialized():
+        if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():
             dist.destroy_process_group()  # no ranks, no cost; another Trainer may want more
             self._groups = self._collectives = None
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
         module.__dict__.pop("log", None)
 
 
-_LOG_ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+_LOG_ARGUMENTS = tuple(signature(LightningModule.log).parameters)[3:]  # after self, name, value
 
 
 def _detached(value: Any) -> Tensor | None:
@@ -134,8 +135,14 @@ def _reduced(values: Tensor, weights: Tensor, reduce_fx: str | Callable[..., Any
             raise ValueError(msg)
 
 
-def replay(module: LightningModule, logs: Sequence[MergedLog], device: torch.device) -> None:
-    """Make the merged calls of ``self.log`` on this rank."""
+def replay(
+    module: LightningModule, logs: Sequence[MergedLog], device: torch.device, *, replicated: bool
+) -> None:
+    """Make the merged calls of ``self.log`` on this rank.
+
+    Without replicas every rank logs the same, so there is nothing to synchronise; saying that it
+    is spares the user Lightning's advice to do so.
+    """
     metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
     for entry in logs:
         value: Any = entry.value.to(device) if entry.value is not None else None
@@ -145,7 +152,8 @@ def replay(module: LightningModule, logs: Sequence[MergedLog], device: torch.dev
             metric._update_count = max(1, metric._update_count)
             metric._computed = None
             value = metric
-        module.log(entry.name, value, **entry.options)
+        options = entry.options if replicated else {**entry.options, "sync_dist": True}
+        module.log(entry.name, value, **options)
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -1,6 +1,6 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from pipeswift_lightning.plan.partition import Partition, explicit_partition, so
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
-from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch
+from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
@@ -118,11 +118,10 @@ class PipelineSession:
 
     # -- one step -----------------------------------------------------------------------------
 
-    def can_capture(self, call: StepCall) -> bool:
-        """Whether the step calls the network itself, so that its loss may see the whole batch."""
+    def look_at(self, call: StepCall) -> StepTrace | None:
+        """Return how the step hangs together; ``None`` if it runs whole in this process."""
         with preserved_rng(self.device):
-            trace = self._trace(call)
-        return trace.calls_network if trace is not None else self.network.has_forward
+            return self._trace(call)
 
     def run(self, call: StepCall, scope: LossScope) -> StepProgram | WholeBatchProgram:
         """Run one step over the pipeline.
@@ -133,10 +132,16 @@ class PipelineSession:
         """
         self.progress.step = (self.progress.step or 0) + 1
         with preserved_rng(self.device):
-            trace = self._trace(call)
+            trace = self._trace(call) if self.num_stages > 1 else None
             whole = scope is LossScope.WHOLE_BATCH
             plan = self._plan(call, whole=whole)
-            self._agree(plan, call, scope)
+            facts = {
+                "plan": plan.digest,
+                "micro-batches": str(plan.micro_batches.sizes),
+                "layers": str(self._order),
+                "loss": scope,
+            }
+            self._agree({**facts, **self._batch_facts(call)})
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
             self._running = True
@@ -154,7 +159,8 @@ class PipelineSession:
         if isinstance(program, StepProgram):
             self._executor.run(row, program, training=training)
             return
-        program.prepare()
+        with self._metrics.untouched():
+            program.prepare()
         self._executor.run(row, program, training=training)
         program.complete(is_last=self.is_last)
 
@@ -188,19 +194,18 @@ class PipelineSession:
             self.plan = plan
         return plan
 
-    def _agree(self, plan: Plan, call: StepCall, scope: LossScope) -> None:
-        if self.num_stages == 1:
-            return
-        facts = {
+    def _batch_facts(self, call: StepCall) -> dict[str, str]:
+        trainer = self.module.trainer
+        return {
             "hook": call.hook,
-            "batches in an epoch": str(self.module.trainer.num_training_batches),
-            "plan": plan.digest,
-            "micro-batches": str(plan.micro_batches.sizes),
-            "layers": str(self._order),
-            "loss": scope,
+            "batches in an epoch": str(trainer.num_training_batches),
             "batch": describe_batch(call.batch),
             "samples (checksum)": str(batch_checksum(call.batch)),
         }
+
+    def _agree(self, facts: Mapping[str, str]) -> None:
+        if self.num_stages == 1:
+            return
         with in_collective("comparing batch and plan with the other stages", self.progress):
             require_agreement(facts, self.groups.pipeline, self.device)
 
@@ -210,25 +215,41 @@ class PipelineSession:
         """Return how the step's layers hang together; the first time, cut the module."""
         if self.num_stages == 1:
             self._assemble_single()
-            return None
+            if len(call.sizes) == 1:
+                return None
         first = call.micro_batches[0]
         key = (call.hook, self.module.training, _structure(first))
         trace = self._traces.get(key)
         if trace is None:
+            self._agree(self._batch_facts(call))
             trace = self._discover(call, first)
-            if self.partition is None:
-                self._assemble(trace)
-            else:
-                self._check_fits(trace, call.hook)
+            if self.num_stages > 1:
+                self._fit_to(trace, call.hook)
             self._traces[key] = trace
         return trace
 
+    def _fit_to(self, trace: StepTrace, hook: str) -> None:
+        if self.partition is None:
+            self._assemble(trace)
+        else:
+            self._check_fits(trace, hook)
+
     def _discover(self, call: StepCall, first: Any) -> StepTrace:
-        step = partial(getattr(self.module, call.hook), first, *call.rest)
+        step = call.bound(self.module, first)
+        versions = tensor_versions(first)
         reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
-        with recorded(self.module), torch.no_grad(), call.context():
+        untouched = self._metrics.untouched()
+        with recorded(self.module), untouched, torch.no_grad(), call.context():
             names = ParameterTable.of(self.module).names
-            return self.cut.discover(step, step_name=call.hook, names=names)
+            trace = self.cut.discover(step, step_name=call.hook, names=names)
+        if tensor_versions(first) != versions:
+            msg = (
+                f"{call.hook} changes its batch in place. Rule: a step runs more than once on the "
+                "same batch (on each stage, and for its loss). Remedy: write x = x / 2 instead of "
+                "x /= 2"
+            )
+            raise CutError(msg)
+        return trace
 
     def _assemble_single(self) -> None:
         if self.partition is None:
@@ -238,7 +259,9 @@ class PipelineSession:
     def _assemble(self, trace: StepTrace) -> None:
         self.partition = self._solve(trace)
         self._order = trace.order
-        owners = find_owners(self.module, self.network.layers, trace, self.partition)
+        owners = find_owners(
+            self.module, self.network.module, self.network.layers, trace, self.partition
+        )
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))
         self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
@@ -285,7 +308,9 @@ class PipelineSession:
                 "layers in the same order"
             )
             raise CutError(msg)
-        owners = find_owners(self.module, self.network.layers, trace, self.partition)
+        owners = find_owners(
+            self.module, self.network.module, self.network.layers, trace, self.partition
+        )
         for name, stages in owners.parameters.items():
             missing = set(stages) - set(self.share.owners.parameters[name])
             if name in trace.parameter_gaps and missing:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
-from pipeswift_lightning.runtime.batching import batch_signature
+from pipeswift_lightning.runtime.batching import batch_signature, fresh_containers
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.rng import reseeder
@@ -39,6 +39,7 @@ class StepCall:
         seed: Seeds of the step's random streams.
         loss_divisor: Divides the loss before its backward (``accumulate_grad_batches``).
         context: The precision plugin's context for the hook.
+        trainable: Tells apart which parameters are frozen: it decides what needs a gradient.
     """
 
     hook: str
@@ -49,6 +50,15 @@ class StepCall:
     seed: tuple[int, ...]
     loss_divisor: int
     context: Callable[[], AbstractContextManager[Any]]
+    trainable: int = 0
+
+    def bound(self, module: LightningModule, batch: Any) -> Callable[[], Any]:
+        """Return the step on ``batch`` (the whole one, or a micro-batch), ready to run once."""
+        return partial(getattr(module, self.hook), fresh_containers(batch), *self.rest)
+
+    def in_one(self) -> "StepCall":
+        """Return the same call with the whole batch as its only micro-batch."""
+        return replace(self, micro_batches=[self.batch], sizes=(sum(self.sizes),))
 
     @property
     def training(self) -> bool:
@@ -78,7 +88,7 @@ class StepProgram(StageProgram):
     @override
     def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
         call = self.call
-        step = partial(getattr(self.module, call.hook), call.micro_batches[micro_batch], *call.rest)
+        step = call.bound(self.module, call.micro_batches[micro_batch])
         with recorded(self.module) as records, call.context():
             result = self.cut.run(
                 step,
@@ -126,7 +136,8 @@ class StepProgram(StageProgram):
     def signature(self, micro_batch: int) -> Hashable:
         known = self._signatures.get(micro_batch)
         if known is None:
-            known = (self.call.hook, batch_signature(self.call.micro_batches[micro_batch]))
+            shapes = batch_signature(self.call.micro_batches[micro_batch])
+            known = (self.call.hook, self.call.trainable, shapes)
             self._signatures[micro_batch] = known
         return known
 

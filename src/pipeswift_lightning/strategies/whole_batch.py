@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.batching import batch_signature, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
@@ -36,22 +37,29 @@ class _Joined:
     """The outputs of all micro-batches as one, and how its gradient is given back to each."""
 
     value: Any
-    leaves: list[Tensor]
+    arrivals: list[Arrival | None]
     parts: list[list[Tensor]]
     weights: list[float]
+    joined_gradients: list[Tensor | None] = field(default_factory=list)
+
+    def take_gradients(self) -> None:
+        """Note the gradients of the joined tensors, after the loss's backward."""
+        self.joined_gradients = [
+            a.take_gradient() if a is not None else None for a in self.arrivals
+        ]
 
     def gradients(self, micro_batch: int, sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Return a micro-batch's output tensors that need a gradient, and their gradients."""
         start = sum(sizes[:micro_batch])
         tensors, gradients = [], []
-        for part, leaf in zip(self.parts[micro_batch], self.leaves, strict=True):
-            if not part.requires_grad or leaf.grad is None:
+        for part, gradient in zip(self.parts[micro_batch], self.joined_gradients, strict=True):
+            if not part.requires_grad or gradient is None:
                 continue
             tensors.append(part)
-            if leaf.dim() == 0:
-                gradients.append(leaf.grad * self.weights[micro_batch])
+            if gradient.dim() == 0:
+                gradients.append(gradient * self.weights[micro_batch])
             else:
-                gradients.append(leaf.grad[start : start + sizes[micro_batch]])
+                gradients.append(gradient[start : start + sizes[micro_batch]])
         return tensors, gradients
 
 
@@ -74,19 +82,31 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> 
         raise CutError(msg)
     weights = [size / sum(sizes) for size in sizes]
     parts: list[list[Tensor]] = [[] for _ in outputs]
-    leaves: list[Tensor] = []
+    arrivals: list[Arrival | None] = []
     joined: list[Any] = []
     for column in zip(*(f[0] for f in flat), strict=True):
         if not isinstance(column[0], Tensor):
-            joined.append(column[-1])
+            joined.append(_constant(column, network))
             continue
-        leaf = _join_tensors(column, sizes, weights, network)
-        leaf.requires_grad_(any(part.requires_grad for part in column) and torch.is_grad_enabled())
+        tensor = _join_tensors(column, sizes, weights, network)
+        wanted = torch.is_grad_enabled() and any(part.requires_grad for part in column)
+        arrival = Arrival(tensor) if wanted else None
         for mine, part in zip(parts, column, strict=True):
             mine.append(part)
-        leaves.append(leaf)
-        joined.append(leaf)
-    return _Joined(tree_unflatten(joined, flat[0][1]), leaves, parts, weights)
+        arrivals.append(arrival)
+        joined.append(arrival.tensor if arrival is not None else tensor)
+    return _Joined(tree_unflatten(joined, flat[0][1]), arrivals, parts, weights)
+
+
+def _constant(column: Sequence[Any], network: str) -> Any:
+    if any(value != column[0] for value in column):
+        msg = (
+            f"{network} returned {list(column)[:4]} for different micro-batches: numbers that "
+            "depend on the micro-batch cannot be joined. Remedy: return them as tensors with a "
+            'row a sample, or PipeSwiftStrategy(loss="per_sample")'
+        )
+        raise CutError(msg)
+    return column[0]
 
 
 def _join_tensors(
@@ -130,13 +150,13 @@ class WholeBatchProgram(StageProgram):
     output: Any = None
     records: list[LogRecord] = field(default_factory=list)
     _calls: list[tuple[Any, Any]] = field(default_factory=list)
-    _given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _given: list[tuple[Tensor, Arrival]] = field(default_factory=list)
     _outputs: dict[int, Any] = field(default_factory=dict)
     _joined: _Joined | None = None
 
     def prepare(self) -> None:
         """Run the step up to the network's call, and split the call's arguments."""
-        step = partial(getattr(self.module, self.call.hook), self.call.batch, *self.call.rest)
+        step = self.call.bound(self.module, self.call.batch)
         with recorded(self.module), self.call.context():
             reseeder(self.cut.device, *self.call.seed, _WHOLE)(0, False)  # noqa: FBT003 -- a gap
             args, kwargs = self.cut.call.capture(
@@ -150,8 +170,9 @@ class WholeBatchProgram(StageProgram):
         leaves, spec = tree_flatten(arguments)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_meta:
-                leaves[i] = leaf.detach().requires_grad_()
-                self._given.append((leaf, leaves[i]))
+                arrival = Arrival(leaf.detach())
+                leaves[i] = arrival.tensor
+                self._given.append((leaf, arrival))
         return tree_unflatten(leaves, spec)
 
     @override
@@ -183,7 +204,8 @@ class WholeBatchProgram(StageProgram):
 
     @override
     def signature(self, micro_batch: int) -> Hashable:
-        return (self.call.hook, "whole", batch_signature(self._calls[micro_batch]))
+        shapes = batch_signature(self._calls[micro_batch])
+        return (self.call.hook, "whole", self.call.trainable, shapes)
 
     def finish(self) -> None:
         """Run the user's step on the joined output, and differentiate its loss."""
@@ -196,14 +218,17 @@ class WholeBatchProgram(StageProgram):
         loss = loss_of(output) if self.call.training else None
         if loss is not None:
             self.module.backward(loss / self.call.loss_divisor)
+            self._joined.take_gradients()
 
     def complete(self, *, is_last: bool) -> None:
         """Do what is left once this rank's row has run."""
         if is_last and self._joined is None:
             self.finish()
-        given = [(leaf, own.grad) for leaf, own in self._given if own.grad is not None]
-        if given and self.call.training:
-            torch.autograd.backward([leaf for leaf, _ in given], [grad for _, grad in given])
+        if self.call.training:
+            given = [(leaf, arrival.take_gradient()) for leaf, arrival in self._given]
+            used = [(leaf, gradient) for leaf, gradient in given if gradient is not None]
+            if used:
+                torch.autograd.backward([leaf for leaf, _ in used], [grad for _, grad in used])
 
     def result(self) -> tuple[Any, list[MergedLog]]:
         """Return the step's output and logs (last stage)."""
@@ -221,9 +246,11 @@ class WholeBatchProgram(StageProgram):
 
     def _inject(self, batch: Any, value: Any, stream: int) -> tuple[Any, list[LogRecord]]:
         """Run the step with the network's call returning ``value``."""
-        step = partial(getattr(self.module, self.call.hook), batch, *self.call.rest)
+        step = self.call.bound(self.module, batch)
         reseed = reseeder(self.cut.device, *self.call.seed, stream)
         with recorded(self.module) as records, self.call.context():
             reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
-            output = self.cut.call.inject(step, value, step_name=self.call.hook)
+            output = self.cut.call.inject(
+                step, value, step_name=self.call.hook, absent_parameters=self.first > 0
+            )
         return output, records

@@ -1,0 +1,61 @@
+"""Activation checkpointing: a layer's second call, in the backward pass.
+
+User code may wrap a layer's call in ``torch.utils.checkpoint``. Then the layer runs again during
+the backward pass, outside any run of the step. Its arguments are those of the first call, absent
+ones included, and the random state is that of the code around the layer.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from pipeswift_lightning.runtime.network_call import CutError
+
+__all__ = ["is_recomputing", "note_present", "with_present"]
+
+_PRESENT = "_pipeswift_present"
+_FRAMES = 16
+
+
+def is_recomputing() -> bool:
+    """Whether this code runs within a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def note_present(absent: Tensor, present: Tensor, layer: str) -> None:
+    """Remember the tensor that took the place of ``absent`` in the call of a layer.
+
+    Raises:
+        CutError: The layer is called within a reentrant checkpoint, which would detach it from
+            the stage's input without a word.
+    """
+    if absent is present or isinstance(absent, nn.Parameter):
+        return
+    if present.requires_grad and not torch.is_grad_enabled() and _in_reentrant_checkpoint():
+        msg = (
+            f"{layer} is the first of its stage, and is called within torch.utils.checkpoint with "
+            "use_reentrant=True, which loses the gradient of what another stage has sent. "
+            "Remedy: checkpoint(..., use_reentrant=False), as torch recommends"
+        )
+        raise CutError(msg)
+    setattr(absent, _PRESENT, present)
+
+
+def with_present(arguments: Any) -> Any:
+    """Return the arguments of a layer's second call, as they were in its first."""
+    return tree_map_only(Tensor, lambda t: getattr(t, _PRESENT, t), arguments)
+
+
+def _in_reentrant_checkpoint() -> bool:
+    frame = sys._getframe()
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_filename.endswith("torch/utils/checkpoint.py"):
+            return True
+    return False
