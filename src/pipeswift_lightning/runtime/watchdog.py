@@ -41,6 +41,7 @@ __all__ = ["EXIT_CODE", "FailureReport", "PipelineFailure", "Progress", "Watchdo
 
 EXIT_CODE = 1
 _EXPLAIN_S = 0.5  # a posted report reaches every rank within a tick or two
+_UNWINDING_S = 2.0
 _LAST_WORDS_S = 1.0  # for the callback; flushing output gets a fifth of it
 _GUARD_POLL_S = 0.02
 # One rank's tick costs the store's host 17 us of processor time (measured, TCPStore of torch
@@ -219,7 +220,11 @@ class Watchdog:
         self._main_knows.set()
         self._watcher.look_now()
         if not self._outcome.failed.wait(_EXPLAIN_S):
-            self.post_failure(self._judge(exc, waiting_for))
+            report = self._judge(exc, waiting_for)
+            # This rank is the last one to suspect: one that unwinds loses its connections before
+            # it has told why, and on a busy machine that takes a while.
+            if report.rank != self._rank or not self._outcome.failed.wait(_UNWINDING_S):
+                self.post_failure(report)
         self._wait_for_readers()
         return PipelineFailure(self._outcome.report or self.describe(exc))
 
