@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], str]]
     "two optimizers": (
         lambda: TwoOptimizers(stack()),
         partial(loader, vectors),
-        "multiple optimizers",
+        "several optimizers",
     ),
     "too many stages": (
         lambda: Regression(nn.Sequential(nn.Linear(6, 6))),

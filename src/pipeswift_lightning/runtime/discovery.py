@@ -53,6 +53,7 @@ class Discovery:
         self.network_returned = False
         self.returns_scalar = False
         self.changes_arguments = False
+        self._side_inputs: dict[int, tuple[int, bool]] = {}
         self._gap = 0
         self._inside_layer = False
         self._held: frozenset[int] = frozenset()
@@ -141,12 +142,10 @@ class Discovery:
     ) -> Any:
         self._inside_layer = True
         given = to_absent((args, kwargs))
-        real = [isinstance(x, Tensor) and not x.is_meta for x in leaves]
-        before = _state(given, real)
+        copies, before = tree_flatten(given)
         try:
             output = to_absent(original(*given[0], **given[1]))
-            if _state(given, real) != before:
-                self.changes_arguments = True
+            self._note_changes(leaves, copies, tree_flatten(given)[1] != before)
             return output
         except (RuntimeError, NotImplementedError):
             # A layer that cannot run without data; blocks keep their first tensor's shape.
@@ -154,6 +153,17 @@ class Discovery:
             return torch.empty_like(tensors[0], device="meta")
         finally:
             self._inside_layer = False
+
+    def _note_changes(self, leaves: list[Any], copies: list[Any], resized: bool) -> None:  # noqa: FBT001
+        """Note side inputs that the layer has changed; it matters if another layer has them too."""
+        self.changes_arguments |= resized
+        for leaf, copy in zip(leaves, copies, strict=True):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
+                self._alive.append(leaf)
+                given, changed = self._side_inputs.get(id(leaf), (0, False))
+                state = (given + 1, changed or copy._version > 0)
+                self._side_inputs[id(leaf)] = state
+                self.changes_arguments |= state[0] > 1 and state[1]
 
     def _name(self, leaf: Tensor, boundary: int, *, is_output: bool = False) -> int:
         value = self._value_of.get(id(leaf))
@@ -203,10 +213,3 @@ class Discovery:
             calls_network=self.network_returned,
             returns_scalar=self.returns_scalar,
         )
-
-
-def _state(arguments: Any, real: list[bool]) -> list[Any]:
-    """Return what tells whether a layer has changed side inputs or lists that it was given."""
-    leaves, spec = tree_flatten(arguments)
-    versions = [leaf._version for leaf, is_real in zip(leaves, real, strict=False) if is_real]
-    return [str(spec), *versions]

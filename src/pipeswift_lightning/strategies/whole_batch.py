@@ -218,7 +218,7 @@ class WholeBatchProgram(StageProgram):
         loss = loss_of(output) if self.call.training else None
         if loss is not None:
             self.module.backward(loss / self.call.loss_divisor)
-            self._joined.take_gradients()
+        self._joined.take_gradients()
 
     def complete(self, *, is_last: bool) -> None:
         """Do what is left once this rank's row has run."""
