@@ -77,6 +77,28 @@ class OwnLoss(Base):
         return self.model(batch["x"], batch)[1]
 
 
+class AutoEncoder(nn.Module):
+    """Returns its latent, which an earlier stage has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Block(), Block())
+        self.decoder = nn.Sequential(Block(), Block(), Block(), Block())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        latent = self.encoder(x)
+        return self.decoder(latent), latent
+
+
+class Latent(Base):
+    network = AutoEncoder
+
+    def step(self, batch: Any) -> torch.Tensor:
+        out, latent = self.model(batch["x"])
+        self.log("latent", latent.abs().mean())
+        return functional.mse_loss(out, batch["y"]) + 0.1 * latent.pow(2).mean()
+
+
 class TakesApart(Base):
     def step(self, batch: Any) -> torch.Tensor:
         target = batch.pop("y")
@@ -177,6 +199,7 @@ class Case:
 
 EXACT = {
     "loss in the network": Case(OwnLoss),
+    "latent in the loss": Case(Latent),
     "batch taken apart": Case(TakesApart),
     "thawing layers": Case(Base, lambda: [Thaw()]),
 }

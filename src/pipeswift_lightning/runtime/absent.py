@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
-__all__ = ["AbsentMode", "AbsentValueError", "entered", "to_absent"]
+__all__ = ["AbsentMode", "AbsentValueError", "entered", "left", "to_absent"]
 
 _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -183,3 +183,16 @@ def entered(mode: AbsentMode | None) -> Iterator[None]:
         return
     with mode:
         yield
+
+
+@contextmanager
+def left(mode: AbsentMode | None) -> Iterator[None]:
+    """Leave ``mode`` while a layer of this stage runs: nothing in it can be absent."""
+    if mode is None:
+        yield
+        return
+    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        mode.__enter__()  # type: ignore[no-untyped-call]

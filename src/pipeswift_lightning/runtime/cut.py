@@ -7,17 +7,16 @@ a stage executes its own layers and the code between them, and each mask or posi
 on the batch alone is computed where it is used.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from pipeswift_lightning.runtime.absent import AbsentMode, entered, to_absent
+from pipeswift_lightning.runtime.absent import AbsentMode, entered, left, to_absent
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
@@ -211,7 +210,7 @@ class LayerCut:
         finally:
             self._run = None
         self._check_complete(run, step_name, num_layers, last)
-        return Completed(output)
+        return Completed(_resolved(output, run.resolve))
 
     def _check_complete(self, run: _Run, step_name: str, num_layers: int, last: int) -> None:
         whole = run.trace is None
@@ -361,7 +360,7 @@ class LayerCut:
         self, run: _Run, position: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         run.reseed(position, True)  # noqa: FBT003 -- a layer
-        with _left(run.mode):
+        with left(run.mode):
             output = original(*args, **kwargs)
         run.reseed(position + 1, False)  # noqa: FBT003 -- a gap
         if run.trace is not None and run.keep:
@@ -370,6 +369,13 @@ class LayerCut:
                 if value in run.keep:
                     run.present[value] = leaves[leaf]
         return output
+
+
+def _resolved(output: Any, present: Mapping[int, Tensor]) -> Any:
+    """Replace absent tensors that a step returns untouched by what has arrived for them."""
+    if not present:
+        return output
+    return tree_map_only(Tensor, lambda t: present.get(id(t), t) if t.is_meta else t, output)
 
 
 def _carried(run: _Run) -> tuple[int, ...]:
@@ -385,16 +391,3 @@ def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # shape of their first tensor, and only the shape can matter here.
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         return torch.empty_like(tensors[0], device="meta")
-
-
-@contextmanager
-def _left(mode: AbsentMode | None) -> Iterator[None]:
-    """Leave ``mode`` while a layer of this stage runs: nothing in it can be absent."""
-    if mode is None:
-        yield
-        return
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        mode.__enter__()  # type: ignore[no-untyped-call]

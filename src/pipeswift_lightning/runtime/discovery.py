@@ -185,6 +185,7 @@ class Discovery:
     def network_returns(self, output: Any) -> None:
         """Note what the network has returned; discovery ends there."""
         self.network_returned = True
+        self.note_use((output,), {})  # what it returns is used by the step, on the last stage
         self.returns_scalar = any(
             isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
             for leaf in tree_flatten(output)[0]
