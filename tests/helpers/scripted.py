@@ -19,6 +19,7 @@ def main() -> None:
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     said = (folder / f"stderr{rank}").open("wb", buffering=0)
     os.dup2(said.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if scenario.fault == "import" and int(rank) == scenario.rank:
         scenario.strike()

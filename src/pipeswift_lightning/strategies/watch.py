@@ -75,9 +75,10 @@ class FailureWatch:
             return error
         if is_communication_error(error):
             return self.root_cause(error, mesh)
-        self._told = True
         report = self._watchdog.describe(error)
         standing = self._watchdog.post_failure(report)
+        # Not before: Ctrl-C is pressed twice, and the second may end this very call.
+        self._told = True
         error.add_note(f"pipeswift: on {report.who()}, {report.activity()}")
         if standing.rank != report.rank and standing.cause != report.cause:
             first = standing.message().split("\n")[0]
