@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--receive-window", type=int, default=1)
+    parser.add_argument("--receive-window", type=int)
     options = parser.parse_args()
     if options.quick:
         options.rounds = 5

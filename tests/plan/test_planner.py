@@ -42,7 +42,7 @@ def test_digest_tells_plans_apart() -> None:
         make_plan(partition=Partition((0, 3), 6), micro_batches=FOUR),
         make_plan(partition=TWO, micro_batches=MicroBatches((2, 2, 1, 2))),
         make_plan(partition=TWO, micro_batches=FOUR, schedule_name="gpipe"),
-        make_plan(partition=TWO, micro_batches=FOUR, receive_window=2),
+        make_plan(partition=TWO, micro_batches=FOUR, receive_window=1),
         make_plan(partition=TWO, micro_batches=FOUR, order=[1, 0, 2, 3]),
         make_plan(partition=TWO, micro_batches=FOUR, training=False),
     ]

@@ -52,7 +52,7 @@ def is_accepted(schedule: Schedule, *, training: bool) -> bool:
 
 
 def test_report() -> None:
-    assert validate(lower(one_f_one_b(3, 8))) == ScheduleReport(
+    assert validate(lower(one_f_one_b(3, 8), receive_window=1)) == ScheduleReport(
         peak_in_flight=(3, 2, 1), peak_receives=(2, 3, 2), num_messages=32
     )
 

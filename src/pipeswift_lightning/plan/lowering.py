@@ -5,7 +5,10 @@ may block the sender until the receive is posted (rendezvous):
 
 1. Each directed edge (source rank, destination rank) has its receives posted in the order of the
    sender's row.
-2. Receives are posted ahead: message ``k`` before the computation that uses message ``k - window``.
+2. Receives are posted ahead: message ``k`` before the computation that uses message ``k - window``,
+   or by default as far ahead as memory allows: what a rank has posted on an edge and what it holds
+   for backward together exceed its peak of held micro-batches by two at most. A transport has less
+   to do for a message whose receive is there before it (gloo: no notice, one wake-up less).
 3. A receive is posted before the receiver gets to any work that may come after the send. That is
    read off one order in which the whole schedule can run (each computation one unit long): had all
    sends to block, that order would still be carried out without a wait. So any schedule whose
@@ -35,6 +38,8 @@ from pipeswift_lightning.plan.instructions import (
 
 __all__ = ["lower"]
 
+_BUFFERS_ABOVE_PEAK = 2  # the message being used, and one to overlap with that
+
 _ComputeRows: TypeAlias = tuple[tuple[Compute, ...], ...]
 
 
@@ -48,7 +53,7 @@ class _Message:
     shape_known_at: int  # A gradient is shaped like the output of the stage's own Forward.
 
 
-def lower(schedule: Schedule, *, receive_window: int = 1) -> Schedule:
+def lower(schedule: Schedule, *, receive_window: int | None = None) -> Schedule:
     """Return the schedule with communication and Free added; what it had of these is replaced.
 
     A send follows directly the computation that produced it. A receive is *posted* by the rules at
@@ -59,7 +64,7 @@ def lower(schedule: Schedule, *, receive_window: int = 1) -> Schedule:
     Args:
         schedule: Any number of stages a rank, forward-only or training.
         receive_window: How many messages a receive is posted ahead of use, 1 or more. Each costs
-            one buffer an edge; 2 helps where latency exceeds a computation.
+            one buffer an edge. ``None``: as many as fit under the peak of held micro-batches.
 
     Raises:
         ScheduleError: ``receive_window`` is below 1.
@@ -71,7 +76,7 @@ def lower(schedule: Schedule, *, receive_window: int = 1) -> Schedule:
         F0 sa0>1 rg0<1 F1 sa1>1 rg1<1 B0 x0 B1 x1
         ra0<0 ra1<0 F0 B0 sg0>0 x0 F1 B1 sg1>0 x1
     """
-    if receive_window < 1:
+    if receive_window is not None and receive_window < 1:
         message = (
             f"receive_window={receive_window} must be 1 or more: a receive posted only when it is "
             "needed cannot overlap with computation"
@@ -84,7 +89,13 @@ def lower(schedule: Schedule, *, receive_window: int = 1) -> Schedule:
     starts = unit_starts(schedule)
     for (source, target), messages in sorted(_edges(schedule, rows).items()):
         safe = [_safe_slot(m, source, target, starts, len(rows[target])) for m in messages]
-        for slot, m in zip(_slots(messages, safe, receive_window), messages, strict=True):
+        used = [m.consumed_at for m in messages]
+        ahead = (
+            _slots_in_memory(rows[target], used, has_backward=schedule.has_backward)
+            if receive_window is None
+            else [0] * min(receive_window, len(used)) + used[:-receive_window]
+        )
+        for slot, m in zip(_slots(messages, safe, ahead), messages, strict=True):
             posts[target][slot].append(m.receive)
     lowered = tuple(
         tuple(
@@ -119,14 +130,25 @@ def _edges(schedule: Schedule, rows: _ComputeRows) -> dict[tuple[int, int], list
     return edges
 
 
-def _slots(messages: list[_Message], safe: list[int], window: int) -> list[int]:
+def _slots_in_memory(row: tuple[Compute, ...], used: list[int], *, has_backward: bool) -> list[int]:
+    """Return before which computation each message's buffer first fits under the rank's peak."""
+    held = [0] * (len(row) + 1)
+    if has_backward:
+        held = list(accumulate((1 if isinstance(c, Forward) else -1 for c in row), initial=0))
+    uses = set(used)
+    consumed = accumulate((i in uses for i in range(len(row))), initial=0)
+    left = list(accumulate((n - h for n, h in zip(consumed, held, strict=True)), max))
+    room = max(held) + _BUFFERS_ABOVE_PEAK
+    return [bisect_right(left, k - room) for k in range(len(used))]
+
+
+def _slots(messages: list[_Message], safe: list[int], ahead: list[int]) -> list[int]:
     """Return before which computation of the receiver's row each message is posted.
 
     Each list below never decreases along the edge, hence neither does the result: order is kept
     even where the receiver uses the messages in another order than they are sent.
     """
     used = [m.consumed_at for m in messages]
-    ahead = [0] * min(window, len(used)) + used[:-window]
     latest = _suffix_minimum(used)
     wanted = _suffix_minimum([min(a, u) for a, u in zip(ahead, used, strict=True)])
     shaped = accumulate((m.shape_known_at for m in messages), max)

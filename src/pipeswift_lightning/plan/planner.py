@@ -104,7 +104,7 @@ def make_plan(
     warm_up: Sequence[int] | float | None = None,
     order: Sequence[int] | None = None,
     training: bool = True,
-    receive_window: int = 1,
+    receive_window: int | None = None,
 ) -> Plan:
     """Return the plan, lowered and validated. It is asked for at each step, so results are kept.
 
@@ -149,7 +149,7 @@ def _make_plan(
     *,
     warm_up: tuple[int, ...] | float | None,
     order: tuple[int, ...] | None,
-    receive_window: int,
+    receive_window: int | None,
 ) -> Plan:
     schedule = _ready_schedule(
         schedule_name,
@@ -176,7 +176,7 @@ def _ready_schedule(
     *,
     warm_up: tuple[int, ...] | float | None,
     order: tuple[int, ...] | None,
-    receive_window: int,
+    receive_window: int | None,
 ) -> Schedule:
     compute = build_schedule(name, num_stages, num_micro_batches, warm_up=warm_up, order=order)
     schedule = lower(compute, receive_window=receive_window)

@@ -65,7 +65,7 @@ def validate(schedule: Schedule, *, training: bool | None = None) -> ScheduleRep
     Example:
         >>> from pipeswift_lightning.plan.lowering import lower
         >>> from pipeswift_lightning.plan.schedules import one_f_one_b
-        >>> validate(lower(one_f_one_b(2, 4)))
+        >>> validate(lower(one_f_one_b(2, 4), receive_window=1))
         ScheduleReport(peak_in_flight=(2, 1), peak_receives=(2, 2), num_messages=8)
     """
     training = schedule.has_backward if training is None else training

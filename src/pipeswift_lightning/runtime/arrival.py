@@ -9,6 +9,9 @@ from typing_extensions import override
 __all__ = ["Arrival"]
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)  # makes a node's output need a gradient; gets none
+
+
 class _Arrive(torch.autograd.Function):
     """Puts a tensor into the graph as the output of a node, and keeps the gradient at the node.
 
@@ -51,9 +54,8 @@ class Arrival:
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
-        anchor = torch.empty(0, requires_grad=True)
         with torch.enable_grad():
-            self.tensor: Tensor = _Arrive.apply(anchor, [tensor])  # type: ignore[no-untyped-call]
+            self.tensor: Tensor = _Arrive.apply(_ANCHOR, [tensor])  # type: ignore[no-untyped-call]
         self._node: Any = self.tensor.grad_fn  # the tensor gets another node if it is changed
 
     def take_gradient(self) -> Tensor | None:

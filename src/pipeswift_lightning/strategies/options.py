@@ -42,7 +42,7 @@ class PipelineOptions:
     partition: tuple[int, ...] | None = None
     dynamic_shapes: bool = False
     loss: LossScope = LossScope.AUTO
-    receive_window: int = 1
+    receive_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
@@ -54,7 +54,7 @@ class PipelineOptions:
             _refuse("micro_batches", counts, "samples of each micro-batch, 1 or more each")
         if self.partition is not None and (not self.partition or min(self.partition) < 1):
             _refuse("partition", self.partition, "layers of each stage, 1 or more each")
-        if self.receive_window < 1:
+        if self.receive_window is not None and self.receive_window < 1:
             _refuse("receive_window", self.receive_window, "1 or more")
         # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
         stages = self.stages or (len(self.partition) if self.partition else 2)
@@ -72,7 +72,7 @@ class PipelineOptions:
         partition: Sequence[int] | None,
         dynamic_shapes: bool,
         loss: str,
-        receive_window: int,
+        receive_window: int | None,
     ) -> "PipelineOptions":
         """Check and freeze what the user gave."""
         if isinstance(micro_batches, str) and micro_batches != "auto":

@@ -66,7 +66,8 @@ class PipeSwiftStrategy(MeshStrategy):
             flight. ``"auto"`` compares the two in the first steps, and now and then.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
-        receive_window: How many receives are posted ahead on each edge.
+        receive_window: How many receives are posted ahead on each edge; by default as many as
+            memory allows, see `plan.lowering.lower`.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -101,7 +102,7 @@ class PipeSwiftStrategy(MeshStrategy):
         partition: Sequence[int] | None = None,
         loss: str = "auto",
         dynamic_shapes: bool = False,
-        receive_window: int = 1,
+        receive_window: int | None = None,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
