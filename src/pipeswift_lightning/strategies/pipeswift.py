@@ -1,6 +1,6 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,6 @@ from typing_extensions import override
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
-from pipeswift_lightning.strategies.checkpoint import gather_module_state, gather_optimizer_state
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
     check_layers,
@@ -32,17 +31,17 @@ from pipeswift_lightning.strategies.contract import (
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
-from pipeswift_lightning.strategies.mesh_strategy import MeshStrategy
 from pipeswift_lightning.strategies.network import find_network
-from pipeswift_lightning.strategies.optimizers import OptimizerNames, clip_by_global_norm
+from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
+from pipeswift_lightning.strategies.state_strategy import StateStrategy
 from pipeswift_lightning.strategies.step_times import StepTimes
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(MeshStrategy):
+class PipeSwiftStrategy(StateStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
@@ -133,25 +132,10 @@ class PipeSwiftStrategy(MeshStrategy):
             precision_plugin=precision_plugin,
         )
         self._network_name = network
-        self._session: PipelineSession | None = None
         self._steps: StepRunner | None = None
-        self._names = OptimizerNames()
         self._handover = GradientHandover()
         self._sync_gradients = True
         self._step_times = StepTimes()
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    def session(self) -> PipelineSession:
-        """The pipeline; it exists between set-up and teardown of a Trainer call."""
-        if self._session is None:
-            msg = "the pipeline exists only while the Trainer runs"
-            raise RuntimeError(msg)
-        return self._session
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -211,10 +195,6 @@ class PipeSwiftStrategy(MeshStrategy):
             "waiting for rank 0's initial parameters",
             lambda: broadcast_tensors(tensors, 0, None, self.root_device),
         )
-
-    def _keep_local(self) -> None:
-        assert self.lightning_module is not None
-        self._names.keep_local(self.optimizers, self.lightning_module)
 
     @override
     def model_to_device(self) -> None:
@@ -298,39 +278,6 @@ class PipeSwiftStrategy(MeshStrategy):
         finally:
             self._sync_gradients = True
 
-    # -- checkpoints --------------------------------------------------------------------------
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if self._groups is None:
-            return self.lightning_module.state_dict()
-        module, groups = self.lightning_module, self._groups
-        share = self._session.share if self._session is not None else None
-        return self._gathered(lambda: gather_module_state(module, share, groups))
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        if self._groups is None:
-            return super().optimizer_state(optimizer)
-        self._keep_local()  # a callback may have added groups
-        index = next(i for i, o in enumerate(self.optimizers) if _same(o, optimizer))
-        module, groups = self.lightning_module, self._groups
-        names = self._names.groups[index]
-        return self._gathered(lambda: gather_optimizer_state(optimizer, names, module, groups))
-
-    def _gathered(self, gather: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        assert self._collectives is not None
-        return self._collectives.guarded("gathering the stages for a checkpoint", gather)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
-            optimizer.load_state_dict(self._names.local_state(index, optimizer, state))
-            _optimizers_to_device([optimizer], self.root_device)
-
     # -- observing ----------------------------------------------------------------------------
 
     def measured_bubbles(self) -> list[float] | None:
@@ -394,7 +341,3 @@ def _with_leaf_loss(output: Any) -> Any:
     if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
         return {**output, "loss": output["loss"].detach().requires_grad_()}
     return output
-
-
-def _same(a: Any, b: Any) -> bool:
-    return getattr(a, "_optimizer", a) is getattr(b, "_optimizer", b)
