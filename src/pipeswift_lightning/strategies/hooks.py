@@ -1,6 +1,7 @@
 """From one call of a Lightning step hook to a run of the pipeline, and back."""
 
 import zlib
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.strategies.loss_scope import LossPolicy
@@ -51,6 +53,21 @@ class StepRunner:
         self._warned = False
         self._policy = LossPolicy(options.loss)
 
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to draw and to choose as this one would have."""
+        return {
+            "seed": self._seed,
+            "evaluations": self._evaluations,
+            "largest_batch": self._largest_batch,
+            "loss": self._policy.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` has returned."""
+        self._seed, self._evaluations = state["seed"], state["evaluations"]
+        self._largest_batch = state["largest_batch"]
+        self._policy.load_state(state["loss"])
+
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
         self._session.progress.mark(f"preparing {hook.method}")
@@ -70,7 +87,11 @@ class StepRunner:
         total = num_samples(batch)
         training = hook is StepHook.TRAINING
         smaller = not training or total < self._largest_batch
-        plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
+        recorded = self._session.recorded
+        if recorded is not None and self._options.micro_batches is None and recorded.fits(total):
+            plan = MicroBatches(recorded.sizes)
+        else:
+            plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer

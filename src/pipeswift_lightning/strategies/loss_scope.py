@@ -1,5 +1,8 @@
 """Whether the user's loss sees one micro-batch at a time or the whole batch."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -29,6 +32,15 @@ class LossPolicy:
         self._chosen = chosen
         self._steps = 0
         self._whole = chosen is LossScope.WHOLE_BATCH
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to choose alike."""
+        return {"chosen": str(self._chosen), "steps": self._steps, "whole": self._whole}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, unless the user has chosen otherwise since."""
+        if state["chosen"] == self._chosen:
+            self._steps, self._whole = state["steps"], state["whole"]
 
     def next_step(self) -> tuple[LossScope, bool]:
         """Return the scope of the next training step, and whether to check it."""

@@ -35,13 +35,13 @@ from pipeswift_lightning.strategies.network import find_network
 from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
-from pipeswift_lightning.strategies.state_strategy import StateStrategy
+from pipeswift_lightning.strategies.sharded_strategy import ShardedStrategy
 from pipeswift_lightning.strategies.step_times import StepTimes
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(StateStrategy):
+class PipeSwiftStrategy(ShardedStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
@@ -231,6 +231,7 @@ class PipeSwiftStrategy(StateStrategy):
         self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
         self._handover.end(self.session.local_parameters())
+        self._after_step()
         self._step_times.add(self.session.recorder.events())
         return _with_leaf_loss(output)
 
@@ -278,6 +279,15 @@ class PipeSwiftStrategy(StateStrategy):
         finally:
             self._sync_gradients = True
 
+    @override
+    def step_state(self) -> dict[str, Any]:
+        return {} if self._steps is None else self._steps.state()
+
+    @override
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        if self._steps is not None and state:
+            self._steps.load_state(state)
+
     # -- observing ----------------------------------------------------------------------------
 
     def measured_bubbles(self) -> list[float] | None:
@@ -308,8 +318,11 @@ class PipeSwiftStrategy(StateStrategy):
 
     @override
     def teardown(self) -> None:
-        session, self._session = self._session, None
         healthy = self._groups is not None and not self._watch.failed
+        if healthy:
+            self.finish_saves()
+        self._close_saver()
+        session, self._session = self._session, None
         whole = healthy or session is None or session.share is None
         if session is not None and healthy and self._collectives is not None:
             self._collectives.guarded(

@@ -35,6 +35,7 @@ from pipeswift_lightning.strategies.loss_scope import difference
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
@@ -78,6 +79,7 @@ class PipelineSession:
         self.recorder = Recorder(groups.rank)
         self.plan: Plan | None = None
         self.progress = progress
+        self.recorded: RecordedPlan | None = None
         self._on_assembled = on_assembled
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
@@ -271,14 +273,15 @@ class PipelineSession:
 
     def _solve(self, trace: StepTrace) -> Partition:
         """Split the layers; layers that no cut may part stay together."""
-        if self.options.partition is not None:
-            partition = explicit_partition(
-                trace.num_layers, layers_per_stage=self.options.partition
-            )
+        chosen = self.options.partition
+        if chosen is None and self.recorded is not None:
+            chosen = self.recorded.layers_for(trace.num_layers)
+        if chosen is not None:
+            partition = explicit_partition(trace.num_layers, layers_per_stage=chosen)
             for start in partition.starts[1:]:
                 if start in trace.unnameable:
                     msg = (
-                        f"partition={list(self.options.partition)} cuts before layer {start}, but "
+                        f"partition={list(chosen)} cuts before layer {start}, but "
                         f"{trace.unnameable[start]}. Remedy: move the cut, or return coarser "
                         "layers from configure_pipeline()"
                     )
