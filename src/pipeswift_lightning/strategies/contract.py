@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
@@ -68,11 +67,11 @@ def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
         raise ContractError(msg)
 
 
-def check_module(module: LightningModule, precision: Precision, *, fitting: bool) -> None:
+def check_module(module: LightningModule, *, fitting: bool) -> None:
     """Check what can be seen before the first batch.
 
     Raises:
-        ContractError: Manual optimisation, or fp16 with a gradient scaler.
+        ContractError: Manual optimisation.
     """
     if fitting and not module.automatic_optimization:
         msg = (
@@ -81,12 +80,6 @@ def check_module(module: LightningModule, precision: Precision, *, fitting: bool
             "call manual_backward() or step optimizers itself (GANs and other modules with "
             "several optimizers). Remedy: use automatic optimisation with one optimizer, or "
             'strategy="ddp" for this module'
-        )
-        raise ContractError(msg)
-    if getattr(precision, "scaler", None) is not None:
-        msg = (
-            'precision="16-mixed" needs one gradient scale on all stages, which is not built yet. '
-            'Remedy: precision="bf16-mixed" (no scaler), or 32-true'
         )
         raise ContractError(msg)
     batch_norms = [

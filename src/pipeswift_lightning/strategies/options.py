@@ -43,6 +43,7 @@ class PipelineOptions:
     dynamic_shapes: bool = False
     loss: LossScope = LossScope.AUTO
     receive_window: int | None = None
+    recompute: bool | tuple[int, ...] | int = False
 
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
@@ -56,6 +57,10 @@ class PipelineOptions:
             _refuse("partition", self.partition, "layers of each stage, 1 or more each")
         if self.receive_window is not None and self.receive_window < 1:
             _refuse("receive_window", self.receive_window, "1 or more")
+        counts = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,)
+        if not counts or min(counts) < 0:
+            rule = "true, false, a number of layers a stage, or a list of them, 0 or more each"
+            _refuse("recompute", self.recompute, rule)
         # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
         stages = self.stages or (len(self.partition) if self.partition else 2)
         warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
@@ -73,6 +78,7 @@ class PipelineOptions:
         dynamic_shapes: bool,
         loss: str,
         receive_window: int | None,
+        recompute: Sequence[int] | int | bool,
     ) -> "PipelineOptions":
         """Check and freeze what the user gave."""
         if isinstance(micro_batches, str) and micro_batches != "auto":
@@ -96,7 +102,25 @@ class PipelineOptions:
             dynamic_shapes=dynamic_shapes,
             loss=LossScope(loss),
             receive_window=receive_window,
+            recompute=recompute if isinstance(recompute, int) else tuple(recompute),
         )
+
+    def num_recomputed(self, stage: int, num_layers: int, num_stages: int) -> int:
+        """Return how many of a stage's layers are recomputed in backward.
+
+        Raises:
+            OptionError: ``recompute`` lists another number of stages.
+        """
+        wanted = self.recompute
+        if isinstance(wanted, bool):
+            return num_layers if wanted else 0
+        if isinstance(wanted, tuple):
+            if len(wanted) != num_stages:
+                _refuse(
+                    "recompute", list(wanted), f"one number a stage, and there are {num_stages}"
+                )
+            wanted = wanted[stage]
+        return min(wanted, num_layers)
 
     def sizes(self, batch_size: int, num_stages: int, *, may_be_smaller: bool) -> MicroBatches:
         """Return the micro-batches of a batch.

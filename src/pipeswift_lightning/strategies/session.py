@@ -25,6 +25,7 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
+from pipeswift_lightning.runtime.recompute import Recomputation
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -84,6 +85,7 @@ class PipelineSession:
         self.cut = LayerCut(
             network.module, network.layers, network_name=network.name, device=device
         )
+        self._recomputation = Recomputation(network.layers)
         self._running = False
         self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
         self._executor = Executor(
@@ -113,6 +115,7 @@ class PipelineSession:
         """Intercept the network's layers."""
         if self.network.chain:
             self.network.module.forward = partial(_run_chain, self.network.layers)
+        self._recomputation.install()  # before the cut, which calls what it finds there
         self.cut.install()
         self._metrics.open()
 
@@ -254,11 +257,13 @@ class PipelineSession:
     def _assemble_single(self) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
+            self._choose_recomputed(range(len(self.network.layers)))
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
         self.partition = self._solve(trace)
         self._order = trace.order
+        self._choose_recomputed(trace.order[slice(*self._range())])
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
@@ -268,6 +273,11 @@ class PipelineSession:
         self.share.give_up_foreign()
         self.share.move_to(self.device)
         self._on_assembled()
+
+    def _choose_recomputed(self, layers: Sequence[int]) -> None:
+        """Recompute the first layers of the stage: they are held longest within its backward."""
+        num = self.options.num_recomputed(self.stage, len(layers), self.num_stages)
+        self._recomputation.choose(layers[:num])
 
     def _solve(self, trace: StepTrace) -> Partition:
         """Split the layers; layers that no cut may part stay together."""
@@ -360,6 +370,7 @@ class PipelineSession:
         """Make the module whole again (unless the peers are gone) and let go of it."""
         self._metrics.close()
         self.cut.remove()
+        self._recomputation.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
         if bring_back and self.share is not None:

@@ -217,7 +217,7 @@ class WholeBatchProgram(StageProgram):
         self.output = without_graph(output)
         loss = loss_of(output) if self.call.training else None
         if loss is not None:
-            self.module.backward(loss / self.call.loss_divisor)
+            self.module.backward(self.call.scale(loss / self.call.loss_divisor))
         self._joined.take_gradients()
 
     def complete(self, *, is_last: bool) -> None:
