@@ -7,15 +7,16 @@ of the first call, absent ones included, and the random state is that of the cod
 """
 
 import sys
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
+from pipeswift_lightning.runtime.layer_wrapper import LayerWrapper
 from pipeswift_lightning.runtime.network_call import CutError
 
 __all__ = ["Recomputation", "is_recomputing", "note_present", "with_present"]
@@ -24,7 +25,7 @@ _PRESENT = "_pipeswift_present"
 _FRAMES = 16
 
 
-class Recomputation:
+class Recomputation(LayerWrapper):
     """Runs chosen layers without keeping what they compute inside, and once more for backward.
 
     The gradients are exact: the second run draws the same random numbers.
@@ -44,31 +45,11 @@ class Recomputation:
                 [1., 1.]])
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = tuple(layers)
-        self._chosen: frozenset[int] = frozenset()
-        self._originals: list[Callable[..., Any]] = []
-
-    def install(self) -> None:
-        """Put the interception in place; `remove` takes it away."""
-        for index, layer in enumerate(self._layers):
-            self._originals.append(layer.forward)
-            layer.forward = partial(self._call, index, layer.forward)
-
-    def choose(self, indices: Collection[int]) -> None:
-        """Recompute these layers from now on."""
-        self._chosen = frozenset(indices)
-
-    def remove(self) -> None:
-        """Give the layers their own ``forward`` back."""
-        for layer, original in zip(self._layers, self._originals, strict=True):
-            del layer.forward
-            if layer.forward != original:  # it was an attribute of the instance already
-                layer.forward = original
-        self._originals.clear()
-
-    def _call(self, index: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if index not in self._chosen or not torch.is_grad_enabled() or is_recomputing():
+    @override
+    def call(
+        self, index: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if not torch.is_grad_enabled() or is_recomputing():
             return original(*args, **kwargs)
         return checkpoint(original, *args, use_reentrant=False, **kwargs)
 

@@ -8,9 +8,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 
 from pipeswift_lightning.runtime.mesh import Mesh
+from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.optimizers import unwrapped
 
 __all__ = ["ContractError", "check_layers", "check_module", "check_optimizers", "one_optimizer"]
@@ -42,13 +44,16 @@ def one_optimizer() -> Iterator[None]:
         raise
 
 
-def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
+def check_layers(network: PipelinedNetwork, mesh: Mesh) -> None:
     """Check that each stage gets a layer, and that layers can be intercepted.
 
     Raises:
-        ContractError: There are fewer layers than stages, or a layer has a forward pre-hook.
+        ContractError: There are fewer layers than stages, a layer has a forward pre-hook, or
+            something is compiled already.
     """
+    layers, name = network.layers, network.name
     num_layers = len(layers)
+    _check_not_compiled([network.module, *layers], name)
     hooked = [i for i, layer in enumerate(layers) if layer._forward_pre_hooks]
     if mesh.num_stages > 1 and hooked:
         msg = (
@@ -63,6 +68,17 @@ def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
             f"{name} has {num_layers} layers, but {mesh.num_stages} stages are asked for. Rule: "
             f"each stage has a layer. Remedy: stages={num_layers} or fewer (devices beyond that "
             "replicate the pipeline), or return finer layers from configure_pipeline()"
+        )
+        raise ContractError(msg)
+
+
+def _check_not_compiled(modules: Sequence[nn.Module], name: str) -> None:
+    in_place = any(module._compiled_call_impl is not None for module in modules)
+    if in_place or any(isinstance(module, OptimizedModule) for module in modules):
+        msg = (
+            f"{name}, or a layer of it, has been compiled. Rule: a pipeline cuts the network at "
+            "its layers, and compiled code cannot be cut. Remedy: leave it uncompiled, and "
+            "PipeSwiftStrategy(compile=True) compiles each layer on its stage"
         )
         raise ContractError(msg)
 

@@ -70,6 +70,8 @@ class PipeSwiftStrategy(StateStrategy):
             memory allows, see `plan.lowering.lower`.
         recompute: Layers whose inner activations are not kept, but computed once more in backward:
             ``True`` for all, or so many of each stage, or a list with a number for each stage.
+        compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
+            its arguments.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -106,6 +108,7 @@ class PipeSwiftStrategy(StateStrategy):
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
         recompute: bool | int | Sequence[int] = False,
+        compile: bool | str | Mapping[str, Any] = False,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -126,6 +129,7 @@ class PipeSwiftStrategy(StateStrategy):
                 loss=loss,
                 receive_window=receive_window,
                 recompute=recompute,
+                compile=compile,
             ),
             silence_s=silence_s,
             backend=process_group_backend,
@@ -155,7 +159,7 @@ class PipeSwiftStrategy(StateStrategy):
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
             network = find_network(module, self._network_name)
-            check_layers(network.layers, self.mesh, network.name)
+            check_layers(network, self.mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -167,7 +171,7 @@ class PipeSwiftStrategy(StateStrategy):
         check_module(module, fitting=fitting)
         self.precision_plugin.convert_module(module)
         network = find_network(module, self._network_name)
-        check_layers(network.layers, self.mesh, network.name)
+        check_layers(network, self.mesh)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(

@@ -18,6 +18,7 @@ from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
 from pipeswift_lightning.runtime.communication import in_collective
+from pipeswift_lightning.runtime.compilation import Compilation
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
@@ -86,6 +87,7 @@ class PipelineSession:
             network.module, network.layers, network_name=network.name, device=device
         )
         self._recomputation = Recomputation(network.layers)
+        self._compilation = Compilation(network.layers, dict(options.compile or ()))
         self._running = False
         self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
         self._executor = Executor(
@@ -115,7 +117,8 @@ class PipelineSession:
         """Intercept the network's layers."""
         if self.network.chain:
             self.network.module.forward = partial(_run_chain, self.network.layers)
-        self._recomputation.install()  # before the cut, which calls what it finds there
+        for wrapper in (self._compilation, self._recomputation):
+            wrapper.install()  # before the cut, which calls what it finds there
         self.cut.install()
         self._metrics.open()
 
@@ -257,13 +260,13 @@ class PipelineSession:
     def _assemble_single(self) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
-            self._choose_recomputed(range(len(self.network.layers)))
+            self._wrap(range(len(self.network.layers)))
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
         self.partition = self._solve(trace)
         self._order = trace.order
-        self._choose_recomputed(trace.order[slice(*self._range())])
+        self._wrap(trace.order[slice(*self._range())])
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
@@ -274,10 +277,11 @@ class PipelineSession:
         self.share.move_to(self.device)
         self._on_assembled()
 
-    def _choose_recomputed(self, layers: Sequence[int]) -> None:
-        """Recompute the first layers of the stage: they are held longest within its backward."""
+    def _wrap(self, layers: Sequence[int]) -> None:
+        """Compile the stage's layers, and recompute the first: they are held longest."""
         num = self.options.num_recomputed(self.stage, len(layers), self.num_stages)
         self._recomputation.choose(layers[:num])
+        self._compilation.choose(layers if self.options.compile is not None else ())
 
     def _solve(self, trace: StepTrace) -> Partition:
         """Split the layers; layers that no cut may part stay together."""
@@ -371,6 +375,7 @@ class PipelineSession:
         self._metrics.close()
         self.cut.remove()
         self._recomputation.remove()
+        self._compilation.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
         if bring_back and self.share is not None:

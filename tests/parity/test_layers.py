@@ -1,15 +1,28 @@
-"""Layers whose activations are computed once more: the same gradients, from less memory."""
+"""Layers that run in another way, recomputed or compiled: the same results."""
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.strategies.contract import ContractError
 from pipeswift_lightning.strategies.options import OptionError
-from tests.helpers.modules import Block, Language, Transformer, loader, loaders, tokens
-from tests.helpers.parity import Failures, differences, fit, make_trainer
+from tests.helpers.modules import (
+    Block,
+    Language,
+    Regression,
+    Transformer,
+    loader,
+    loaders,
+    stack,
+    tokens,
+    vectors,
+)
+from tests.helpers.parity import Failures, differences, fit, make_trainer, plain
 
 CALLS: dict[int, int] = {}
 
@@ -68,3 +81,28 @@ def test_a_list_of_the_wrong_length_is_refused() -> None:
     trainer = make_trainer(strategy, max_epochs=1)
     with pytest.raises(OptionError, match="one number a stage, and there are 2"):
         trainer.fit(module(), loader(tokens))
+
+
+@pytest.mark.world_size(2, deadline_s=90)
+def test_compiled_layers_compute_the_same() -> None:
+    failures = Failures()
+    # Dropout is left out: a compiled one draws other numbers.
+    fit_stack = partial(fit, lambda: Regression(stack()), loaders(vectors), max_epochs=1)
+    want = plain(lambda: Regression(stack()), loaders(vectors), max_epochs=1)
+    for compiled in ("aot_eager", {"backend": "aot_eager", "dynamic": True}):
+        strategy = PipeSwiftStrategy(micro_batches=3, compile=compiled)
+        failures.add(f"{compiled}", differences(fit_stack(strategy), want))
+    failures.check()
+
+
+@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_network_that_is_compiled_already_is_refused(whole: bool) -> None:
+    module = Regression(stack())
+    if whole:
+        module.net = torch.compile(module.net, backend="eager")
+    else:
+        module.net[2].compile(backend="eager")
+    trainer = make_trainer(PipeSwiftStrategy(), max_epochs=1)
+    with pytest.raises(ContractError, match=r"has been compiled.*compile=True"):
+        trainer.fit(module, loader(vectors))
