@@ -1,25 +1,38 @@
 """The Trainer's flags, loaders, loggers and callbacks, as on one device."""
 
+import csv
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
     Timer,
+    TQDMProgressBar,
 )
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from pipeswift_lightning import PipeSwiftStrategy
 from tests.helpers.modules import Language, Regression, Transformer, loader, stack, tokens, vectors
 from tests.helpers.parity import (
     Failures,
     compare,
+    fit,
+    let_go,
+    make_trainer,
+    on_rank_zero,
     plain,
 )
 
@@ -158,14 +171,6 @@ class OverridesHooks(Regression):
         return x / 2, y
 
 
-class Data(LightningDataModule):
-    def train_dataloader(self) -> Any:
-        return loader(vectors)
-
-    def val_dataloader(self) -> Any:
-        return loader(partial(vectors, 21), batch_size=6)
-
-
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]
 FLAGS: dict[str, Case] = {
     "accumulate": (language, token_loaders, {"accumulate_grad_batches": 3}),
@@ -232,3 +237,147 @@ def test_flags_on_two_stages() -> None:
         want = plain(module, data, **options)
         compare(failures, name, module, data, {"micro_batches": 3}, want, **options)
     failures.check()
+
+
+# -- what is written and shown ----------------------------------------------------------------
+
+
+class Written(BasePredictionWriter):
+    """Keeps what a writer is given, batch by batch and in the end."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[tuple[int, list[int], list[float]]] = []
+        self.epoch: list[Any] = []
+
+    def write_on_batch_end(
+        self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+    ) -> None:
+        self.batches.append((dataloader_idx, list(batch_indices), prediction.sum(1).tolist()))
+
+    def write_on_epoch_end(self, trainer, module, predictions, batch_indices) -> None:
+        self.epoch = [batch_indices, [[p.sum().item() for p in part] for part in predictions]]
+
+
+class Predicts(Regression):
+    def __init__(self) -> None:
+        super().__init__(stack())
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self.net(batch[0]) + dataloader_idx
+
+
+def _predict(strategy: Any) -> Any:
+    torch.manual_seed(7)
+    writer = Written()
+    trainer = make_trainer(strategy, callbacks=[writer])
+    loaders = [loader(partial(vectors, n), batch_size=6) for n in (21, 13)]
+    found = trainer.predict(Predicts(), loaders)
+    let_go(trainer)
+    return (
+        [[part.detach().clone() for part in each] for each in found],
+        writer.batches,
+        writer.epoch,
+    )
+
+
+@pytest.mark.world_size(2, deadline_s=40)
+def test_predictions_come_in_order_to_every_rank_and_its_writer() -> None:
+    want = on_rank_zero(lambda: _predict("auto"))
+    got = _predict(PipeSwiftStrategy(micro_batches=[1, 3, 2]))
+    torch.testing.assert_close(got[0], want[0], rtol=0, atol=1e-10)
+    for mine, other in zip(got[1], want[1], strict=True):
+        assert mine[:2] == other[:2]
+        assert mine[2] == pytest.approx(other[2], abs=1e-10)
+    assert got[2][0] == want[2][0]
+
+
+def _written(strategy: Any, folder: Path) -> dict[str, Any]:
+    """Fit with file loggers, checkpoints and a progress bar; return what lies on the disk."""
+    kept = ModelCheckpoint(
+        folder / "kept", "{epoch}-{step}", monitor="val/loss", save_top_k=2, save_last=True
+    )
+    csv_logger = CSVLogger(folder, name="csv", version=0)
+    fit(
+        language,
+        token_loaders,
+        strategy,
+        max_epochs=4,
+        logger=[csv_logger, TensorBoardLogger(folder, name="board", version=0)],
+        enable_checkpointing=True,
+        callbacks=lambda: [kept, LearningRateMonitor()],
+    )
+    rows: list[dict[str, str]] = []
+    table = Path(csv_logger.log_dir) / "metrics.csv"
+    if table.exists():
+        rows = list(csv.DictReader(table.open()))
+    return {
+        "rows": rows,
+        "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*.ckpt")),
+        "best": Path(kept.best_model_path).name,
+        "last": Path(kept.last_model_path).name,
+    }
+
+
+@pytest.mark.world_size(2, deadline_s=60)
+def test_files_on_disk_are_those_of_one_device(tmp_path: Path) -> None:
+    want = on_rank_zero(lambda: _written("auto", tmp_path / "plain"))
+    got = _written(PipeSwiftStrategy(micro_batches=3), tmp_path / "pipeline")
+    assert {k: v for k, v in got.items() if k != "rows"} == {
+        k: v for k, v in want.items() if k != "rows"
+    }
+    assert len(want["rows"]) > 8
+    assert len(got["rows"]) == (len(want["rows"]) if dist.get_rank() == 0 else 0)
+    for mine, other in zip(got["rows"], want["rows"], strict=False):
+        assert mine.keys() == other.keys()
+        for key, text in other.items():
+            assert (mine[key] == "") == (text == ""), key
+            if text:
+                assert float(mine[key]) == pytest.approx(float(text), abs=1e-10), key
+
+
+class BarText(Callback):
+    """Notes what the progress bar shows."""
+
+    def __init__(self) -> None:
+        self.shown: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer, module, *args: Any) -> None:
+        bar = trainer.progress_bar_callback
+        self.shown.append(
+            {k: v for k, v in bar.get_metrics(trainer, module).items() if k != "v_num"}
+        )
+
+
+@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bars_show_the_same(bar: Any) -> None:
+    def shown(strategy: Any) -> list[dict[str, Any]]:
+        notes = BarText()
+        trainer = make_trainer(
+            strategy, max_epochs=2, enable_progress_bar=True, callbacks=[bar(), notes]
+        )
+        torch.manual_seed(7)
+        trainer.fit(language(), *token_loaders())
+        let_go(trainer)
+        return notes.shown
+
+    want = on_rank_zero(lambda: shown("auto"))
+    got = shown(PipeSwiftStrategy(micro_batches=3))
+    assert [entry.keys() for entry in got] == [entry.keys() for entry in want]
+    for mine, other in zip(got, want, strict=True):
+        assert {k: float(v) for k, v in mine.items()} == pytest.approx(
+            {k: float(v) for k, v in other.items()}, abs=1e-3
+        )
+
+
+@pytest.mark.world_size(2, deadline_s=40)
+def test_limits_of_time_and_debugging_runs_end_all_ranks_alike() -> None:
+    for options in (
+        {"fast_dev_run": 2},
+        {"max_time": {"seconds": 2}, "max_epochs": -1},
+        {"barebones": False, "max_epochs": 1, "profiler": "simple"},
+    ):
+        outcome = fit(regression, vector_loaders, PipeSwiftStrategy(micro_batches=2), **options)
+        every = on_rank_zero(lambda: outcome.steps)  # noqa: B023 -- called at once
+        assert outcome.steps == every > 0
