@@ -1,7 +1,7 @@
 """From one call of a Lightning step hook to a run of the pipeline, and back."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -110,6 +110,7 @@ class StepRunner:
             seed=self._seeds(hook),
             loss_divisor=trainer.accumulate_grad_batches if training else 1,
             context=contexts[hook],
+            scale=_scale(precision),
             trainable=zlib.crc32(bytes(p.requires_grad for p in self._module.parameters())),
         )
 
@@ -168,3 +169,8 @@ class StepRunner:
             dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
         output, logs, found = box[0]  # type: ignore[misc]
         return tree_map_only(Tensor, lambda t: t.to(session.device), output), logs, found
+
+
+def _scale(precision: Precision) -> Callable[[Tensor], Tensor]:
+    scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
+    return scaler.scale if scaler is not None else lambda loss: loss

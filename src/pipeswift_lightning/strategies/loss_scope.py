@@ -75,6 +75,8 @@ def difference(program: WholeBatchProgram) -> str | None:
     sizes = program.call.sizes
     if len(sizes) == 1:
         return None
+    if program.sizes != sizes:  # rows that are no samples: nothing to weight micro-batches by
+        return "the loss"
     outputs, records = program.by_micro_batch()
     output, logs = program.result()
     if not _alike(_loss(output), _loss(merge_outputs(outputs, sizes))):

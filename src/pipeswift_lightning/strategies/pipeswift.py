@@ -29,6 +29,7 @@ from pipeswift_lightning.strategies.contract import (
     one_optimizer,
 )
 from pipeswift_lightning.strategies.devices import move_buffers
+from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.network import find_network
@@ -67,6 +68,10 @@ class PipeSwiftStrategy(ShardedStrategy):
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
             memory allows, see `plan.lowering.lower`.
+        recompute: Layers whose inner activations are not kept, but computed once more in backward:
+            ``True`` for all, or so many of each stage, or a list with a number for each stage.
+        compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
+            its arguments.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -102,6 +107,8 @@ class PipeSwiftStrategy(ShardedStrategy):
         loss: str = "auto",
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
+        recompute: bool | int | Sequence[int] = False,
+        compile: bool | str | Mapping[str, Any] = False,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -121,6 +128,8 @@ class PipeSwiftStrategy(ShardedStrategy):
                 dynamic_shapes=dynamic_shapes,
                 loss=loss,
                 receive_window=receive_window,
+                recompute=recompute,
+                compile=compile,
             ),
             silence_s=silence_s,
             backend=process_group_backend,
@@ -145,12 +154,12 @@ class PipeSwiftStrategy(ShardedStrategy):
         if module is None:
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(module, self.precision_plugin, fitting=fitting)
+        check_module(module, fitting=fitting)
         check_callbacks(trainer.callbacks, self.mesh)  # type: ignore[attr-defined]
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
             network = find_network(module, self._network_name)
-            check_layers(network.layers, self.mesh, network.name)
+            check_layers(network, self.mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -159,10 +168,10 @@ class PipeSwiftStrategy(ShardedStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(module, self.precision_plugin, fitting=fitting)
+        check_module(module, fitting=fitting)
         self.precision_plugin.convert_module(module)
         network = find_network(module, self._network_name)
-        check_layers(network.layers, self.mesh, network.name)
+        check_layers(network, self.mesh)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
@@ -184,6 +193,7 @@ class PipeSwiftStrategy(ShardedStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._clip_globally()
+            self._scale_globally()
         self._session.open()
 
     def _equalise(self, module: nn.Module) -> None:
@@ -221,6 +231,12 @@ class PipeSwiftStrategy(ShardedStrategy):
             )
 
         plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
+
+    def _scale_globally(self) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            assert self._collectives is not None
+            share_found_inf(scaler, self.root_device, self._collectives.sum_over_stages)
 
     # -- steps --------------------------------------------------------------------------------
 

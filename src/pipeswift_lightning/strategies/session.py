@@ -18,6 +18,7 @@ from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
 from pipeswift_lightning.runtime.communication import in_collective
+from pipeswift_lightning.runtime.compilation import Compilation
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
@@ -25,6 +26,7 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
+from pipeswift_lightning.runtime.recompute import Recomputation
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -86,6 +88,8 @@ class PipelineSession:
         self.cut = LayerCut(
             network.module, network.layers, network_name=network.name, device=device
         )
+        self._recomputation = Recomputation(network.layers)
+        self._compilation = Compilation(network.layers, dict(options.compile or ()))
         self._running = False
         self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
         self._executor = Executor(
@@ -115,6 +119,8 @@ class PipelineSession:
         """Intercept the network's layers."""
         if self.network.chain:
             self.network.module.forward = partial(_run_chain, self.network.layers)
+        for wrapper in (self._compilation, self._recomputation):
+            wrapper.install()  # before the cut, which calls what it finds there
         self.cut.install()
         self._metrics.open()
 
@@ -256,11 +262,13 @@ class PipelineSession:
     def _assemble_single(self) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
+            self._wrap(range(len(self.network.layers)))
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
         self.partition = self._solve(trace)
         self._order = trace.order
+        self._wrap(trace.order[slice(*self._range())])
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
@@ -270,6 +278,12 @@ class PipelineSession:
         self.share.give_up_foreign()
         self.share.move_to(self.device)
         self._on_assembled()
+
+    def _wrap(self, layers: Sequence[int]) -> None:
+        """Compile the stage's layers, and recompute the first: they are held longest."""
+        num = self.options.num_recomputed(self.stage, len(layers), self.num_stages)
+        self._recomputation.choose(layers[:num])
+        self._compilation.choose(layers if self.options.compile is not None else ())
 
     def _solve(self, trace: StepTrace) -> Partition:
         """Split the layers; layers that no cut may part stay together."""
@@ -363,6 +377,8 @@ class PipelineSession:
         """Make the module whole again (unless the peers are gone) and let go of it."""
         self._metrics.close()
         self.cut.remove()
+        self._recomputation.remove()
+        self._compilation.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
         if bring_back and self.share is not None:

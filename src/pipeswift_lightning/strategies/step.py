@@ -39,6 +39,7 @@ class StepCall:
         seed: Seeds of the step's random streams.
         loss_divisor: Divides the loss before its backward (``accumulate_grad_batches``).
         context: The precision plugin's context for the hook.
+        scale: Multiplies the loss before its backward (fp16's gradient scaler).
         trainable: Tells apart which parameters are frozen: it decides what needs a gradient.
     """
 
@@ -50,6 +51,7 @@ class StepCall:
     seed: tuple[int, ...]
     loss_divisor: int
     context: Callable[[], AbstractContextManager[Any]]
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss
     trainable: int = 0
 
     def bound(self, module: LightningModule, batch: Any) -> Callable[[], Any]:
@@ -110,7 +112,7 @@ class StepProgram(StageProgram):
         if loss is None:
             return None
         weight = self.call.sizes[micro_batch] / sum(self.call.sizes)
-        return loss * (weight / self.call.loss_divisor)
+        return self.call.scale(loss * (weight / self.call.loss_divisor))
 
     @override
     def backward(self, micro_batch: int, loss: Tensor) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from pipeswift_lightning.plan.microbatches import split_batch_size
 from pipeswift_lightning.runtime.arrival import Arrival
-from pipeswift_lightning.runtime.batching import batch_signature, split_batch
+from pipeswift_lightning.runtime.batching import batch_signature, num_samples, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.network_call import CutError
@@ -137,6 +138,7 @@ class WholeBatchProgram(StageProgram):
     """Runs the network of one stage for each micro-batch, and the user's step once.
 
     Attributes:
+        sizes: Rows of the network's arguments in each micro-batch; samples, as a rule.
         output: On the last stage, what the step returned for the batch.
         records: On the last stage, its calls of ``self.log``.
     """
@@ -147,12 +149,16 @@ class WholeBatchProgram(StageProgram):
     first: int
     last: int
     call: StepCall
+    sizes: tuple[int, ...] = ()
     output: Any = None
     records: list[LogRecord] = field(default_factory=list)
     _calls: list[tuple[Any, Any]] = field(default_factory=list)
     _given: list[tuple[Tensor, Arrival]] = field(default_factory=list)
     _outputs: dict[int, Any] = field(default_factory=dict)
     _joined: _Joined | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes = self.sizes or self.call.sizes
 
     def prepare(self) -> None:
         """Run the step up to the network's call, and split the call's arguments."""
@@ -163,7 +169,10 @@ class WholeBatchProgram(StageProgram):
                 step, step_name=self.call.hook, absent_parameters=self.first > 0
             )
         arguments = self._detached((args, kwargs))
-        self._calls = list(split_batch(arguments, self.call.sizes))
+        rows = num_samples(arguments)
+        if rows != sum(self.call.sizes):  # two batches joined, or each sample seen twice
+            self.sizes = split_batch_size(rows, len(self.call.sizes))
+        self._calls = list(split_batch(arguments, self.sizes))
 
     def _detached(self, arguments: Any) -> Any:
         """Cut the graph at the network's arguments: it is walked once, after all micro-batches."""
@@ -198,7 +207,7 @@ class WholeBatchProgram(StageProgram):
         if self._joined is None:
             self.finish()
         assert self._joined is not None
-        tensors, gradients = self._joined.gradients(micro_batch, self.call.sizes)
+        tensors, gradients = self._joined.gradients(micro_batch, self.sizes)
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
@@ -211,13 +220,13 @@ class WholeBatchProgram(StageProgram):
         """Run the user's step on the joined output, and differentiate its loss."""
         ids = range(len(self.call.sizes))
         self._joined = join_outputs(
-            [self._outputs[i] for i in ids], self.call.sizes, self.cut.network_name
+            [self._outputs[i] for i in ids], self.sizes, self.cut.network_name
         )
         output, self.records = self._inject(self.call.batch, self._joined.value, _WHOLE)
         self.output = without_graph(output)
         loss = loss_of(output) if self.call.training else None
         if loss is not None:
-            self.module.backward(loss / self.call.loss_divisor)
+            self.module.backward(self.call.scale(loss / self.call.loss_divisor))
         self._joined.take_gradients()
 
     def complete(self, *, is_last: bool) -> None:
