@@ -35,7 +35,7 @@ _UNFINISHED = ".tmp"
 _LINE = 100
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Exception):
     """A checkpoint cannot be written, read, or used for this model."""
 
 
