@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
+from omegaconf import OmegaConf
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
@@ -164,6 +165,19 @@ def test_another_model_is_refused(saved: Path, module: Any, words: str) -> None:
     assert "Remedy: " in str(refused.value)
 
 
+class Renames(Language):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        assert weights["model.embed.weight"].shape == self.model.embed.weight.shape
+        weights["model.other.weight"] = weights.pop("model.head.weight")
+
+
+def test_a_hook_that_changes_what_is_only_described_is_refused(saved: Path) -> None:
+    module = Renames(Transformer(tied="module"))
+    with pytest.raises(CheckpointError, match=r"changed \['model.head.weight'.*Rule:"):
+        _trainer().fit(module.double(), DATA(), ckpt_path=str(saved))
+
+
 def test_another_format_and_a_changed_description_are_refused(saved: Path, tmp_path: Path) -> None:
     described = json.loads((saved / "step2" / "topology.json").read_text())
     for key, value, words in (
@@ -173,6 +187,42 @@ def test_another_format_and_a_changed_description_are_refused(saved: Path, tmp_p
         (tmp_path / "topology.json").write_text(json.dumps({**described, key: value}))
         with pytest.raises(CheckpointError, match=words):
             Topology.read(tmp_path)
+
+
+class Counts(Callback):
+    """Counts the batches, after a checkpoint that comes before it in the list."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = state["batches"]
+
+
+class Configured(Language):
+    def __init__(self, width: Any, odd: Any) -> None:
+        super().__init__(Transformer())
+        self.save_hyperparameters()
+
+
+def test_states_are_of_after_the_batch_and_hyper_parameters_are_kept(tmp_path: Path) -> None:
+    callback = TopologyCheckpoint(tmp_path, every_n_steps=2, keep=None)
+    module = Configured(OmegaConf.create({"a": [1, 2]}), odd=Path)
+    with pytest.warns(UserWarning, match=r"hyper-parameters \['odd'\] are no plain values"):
+        _trainer(callbacks=[callback, Counts()]).fit(module, DATA())
+    counts = Counts()
+    trainer = _trainer(callbacks=[counts])
+    trainer.fit(Configured(1, 2), DATA(), ckpt_path=tmp_path / "step4")
+    assert counts.batches == trainer.global_step == 5
+    consolidate(tmp_path / "step2", tmp_path / "whole.ckpt")
+    again = Configured.load_from_checkpoint(tmp_path / "whole.ckpt", odd=None)
+    assert again.hparams.width == {"a": [1, 2]}
 
 
 class Odd(Callback):

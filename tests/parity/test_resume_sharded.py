@@ -23,7 +23,7 @@ from tests.helpers.parity import Outcome, differences, fit
 
 pytestmark = pytest.mark.slow
 MANY = {"max_epochs": 4, "val_check_interval": 2, "gradient_clip_val": 0.5}
-FEW = {"max_epochs": 4, "accumulate_grad_batches": 2}
+FEW = {"max_epochs": 2, "accumulate_grad_batches": 2}
 
 
 class Everything(Language):

@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointDirectory
@@ -104,6 +105,7 @@ class TopologyCheckpoint(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             _strategy(trainer)
+            trainer.callbacks = _placed_last(self, trainer.callbacks)  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -181,6 +183,13 @@ class TopologyCheckpoint(Callback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
+
+
+def _placed_last(callback: Callback, callbacks: Sequence[Callback]) -> list[Callback]:
+    """Let the others update their states before they are saved; Lightning's own go after all."""
+    others = [c for c in callbacks if c is not callback]
+    before = [c for c in others if not isinstance(c, Checkpoint)]
+    return [*before, callback, *(c for c in others if isinstance(c, Checkpoint))]
 
 
 def _something_follows(trainer: Trainer) -> bool:

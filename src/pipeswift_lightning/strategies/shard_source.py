@@ -88,6 +88,33 @@ class ShardSource:
         if extra:
             module.load_state_dict(extra, strict=False)
 
+    def described_model(self) -> dict[str, Tensor]:
+        """Return a state dict of tensors without data, for hooks that look at names and shapes."""
+        structure = self.topology.structure
+        described = {}
+        for name in structure.order:
+            key = f"{MODEL}{structure.aliases.get(name, name)}"
+            if key in self.table:
+                dtype, shape = self.table[key]
+                described[name] = torch.empty(shape, dtype=dtype, device="meta")
+        return described
+
+    def require_untouched(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a described state dict that a hook has changed: it is not what is loaded.
+
+        Raises:
+            CheckpointError: It has other names, or real tensors.
+        """
+        changed = {*state_dict} ^ {*self.described_model()}
+        changed |= {n for n, v in state_dict.items() if not isinstance(v, Tensor) or not v.is_meta}
+        if changed:
+            msg = (
+                f"on_load_checkpoint has changed {sorted(changed)[:9]} in checkpoint['state_dict']"
+                ". Rule: there, a checkpoint in shards has names and shapes only. Remedy: make one "
+                "file of it (recipes/reshard.py), and load that"
+            )
+            raise CheckpointError(msg)
+
     def _check(self, here: Structure, *, strict: bool) -> None:
         recorded = self.topology.structure
         found = recorded.differences(here)

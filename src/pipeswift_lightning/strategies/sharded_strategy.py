@@ -235,7 +235,7 @@ class ShardedStrategy(StateStrategy):
         assert module is not None
         self._source = source = ShardSource.open(found)
         state = source.lightning_state()
-        state["state_dict"] = _described(module)
+        state["state_dict"] = source.described_model()
         if module.trainer.state.fn == TrainerFn.FITTING:
             self.load_step_state(state.pop("pipeswift"))
             place = self.mesh.coordinate(self.global_rank)
@@ -254,6 +254,7 @@ class ShardedStrategy(StateStrategy):
             return
         module = self.lightning_module
         assert module is not None
+        self._source.require_untouched(checkpoint["state_dict"])
         self._source.load_model(module, strict=strict)
         topology = self._source.topology
         if self._source.is_like(self.mesh):

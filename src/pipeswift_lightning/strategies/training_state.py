@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -121,7 +122,8 @@ def safe_state(checkpoint: Mapping[str, Any]) -> bytes:
     state = dict(checkpoint)
     for key in _HYPER_PARAMETERS:
         if isinstance(state.get(key), Mapping):
-            state[key], left = _safe_items(state[key])
+            plain = _without_config(state[key])
+            state[key], left = _safe_items({k: _without_config(v) for k, v in plain.items()})
             if left:
                 rank_zero_warn(
                     f"pipeswift: the hyper-parameters {left} are no plain values, so the "
@@ -138,6 +140,10 @@ def safe_state(checkpoint: Mapping[str, Any]) -> bytes:
             "on_save_checkpoint() return dicts, lists, strings, numbers and tensors"
         )
         raise CheckpointError(msg) from None
+
+
+def _without_config(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _safe_items(items: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
