@@ -1,6 +1,6 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from typing_extensions import override
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
+from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
     check_layers,
@@ -33,7 +34,7 @@ from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.network import find_network
-from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
+from pipeswift_lightning.strategies.optimizers import clip_by_global_norm, unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.state_strategy import StateStrategy
@@ -283,6 +284,14 @@ class PipeSwiftStrategy(StateStrategy):
             assert self._collectives is not None
             self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
         return Precision.post_backward(self.precision_plugin, closure_loss, module)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self.mesh.num_stages > 1:
+            closure = once(closure, unwrapped(optimizer))
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     @contextmanager
