@@ -29,6 +29,7 @@ from pipeswift_lightning.strategies.contract import (
     check_optimizers,
     one_optimizer,
 )
+from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover
@@ -195,6 +196,8 @@ class PipeSwiftStrategy(StateStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._clip_globally()
             self._scale_globally()
+            if DeferredRequeue.needed(trainer):
+                trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         self._session.open()
 
     def _equalise(self, module: nn.Module) -> None:
