@@ -1,6 +1,6 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from typing_extensions import override
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
+from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
     check_layers,
@@ -28,12 +29,13 @@ from pipeswift_lightning.strategies.contract import (
     check_optimizers,
     one_optimizer,
 )
+from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.network import find_network
-from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
+from pipeswift_lightning.strategies.optimizers import clip_by_global_norm, unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.sharded_strategy import ShardedStrategy
@@ -194,6 +196,8 @@ class PipeSwiftStrategy(ShardedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._clip_globally()
             self._scale_globally()
+            if DeferredRequeue.needed(trainer):
+                trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         self._session.open()
 
     def _equalise(self, module: nn.Module) -> None:
@@ -284,6 +288,14 @@ class PipeSwiftStrategy(ShardedStrategy):
             assert self._collectives is not None
             self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
         return Precision.post_backward(self.precision_plugin, closure_loss, module)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self.mesh.num_stages > 1:
+            closure = once(closure, unwrapped(optimizer))
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     @contextmanager
