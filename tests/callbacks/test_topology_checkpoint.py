@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
+from pipeswift_lightning.callbacks.topology_checkpoint import require_own_signals
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
 from pipeswift_lightning.runtime.topology import Topology
 from pipeswift_lightning.strategies.consolidate import consolidate
@@ -250,6 +252,11 @@ def test_arguments_and_strategies_are_checked() -> None:
             TopologyCheckpoint("x", **kwargs)
     with pytest.raises(ValueError, match=r"SIGNONE.*Rule: .* Remedy: one of SIGHUP"):
         TopologyCheckpoint("x", signals=["SIGNONE"])
+    slurm, other = SLURMEnvironment(requeue_signal=signal.SIGUSR1), [signal.SIGUSR2]
+    require_own_signals(slurm, other)
+    require_own_signals(SLURMEnvironment(auto_requeue=False), [signal.SIGUSR1])
+    with pytest.raises(ValueError, match=r"SIGUSR1, at which Lightning requeues.* Rule: .* Remedy"):
+        require_own_signals(slurm, [*other, signal.SIGUSR1])
     trainer = Trainer(
         strategy="auto", accelerator="cpu", logger=False, callbacks=[TopologyCheckpoint("x")]
     )

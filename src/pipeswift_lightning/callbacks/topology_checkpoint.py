@@ -7,13 +7,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointDirectory
 
-__all__ = ["SAVE_NOW", "TopologyCheckpoint"]
+__all__ = ["SAVE_NOW", "TopologyCheckpoint", "require_own_signals"]
 
 SAVE_NOW = "SAVE_NOW"
 
@@ -51,7 +52,8 @@ class TopologyCheckpoint(Callback):
         asynchronous: Write in a thread while training goes on. The copy that is written takes the
             memory of a rank's parameters and optimizer state once more, on the host.
         signals: Names of signals that ask for a save, on any rank: ``["SIGUSR1"]``. The handler
-            sets a flag; the save follows at the end of the batch.
+            sets a flag; the save follows at the end of the batch. Under SLURM, not the one at which
+            Lightning requeues.
         watch_file: Whether a file ``<dirpath>/SAVE_NOW`` asks for a save. It is removed when the
             save begins.
 
@@ -105,6 +107,8 @@ class TopologyCheckpoint(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             _strategy(trainer)
+            environment = trainer._accelerator_connector.cluster_environment
+            require_own_signals(environment, self._signals)
             trainer.callbacks = _placed_last(self, trainer.callbacks)  # type: ignore[attr-defined]
 
     @override
@@ -183,6 +187,23 @@ class TopologyCheckpoint(Callback):
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
+
+
+def require_own_signals(environment: object, signals: Sequence[signal.Signals]) -> None:
+    """Refuse a signal at which Lightning requeues the job by itself.
+
+    Raises:
+        ValueError: It is one of ``signals``.
+    """
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        taken = environment.requeue_signal
+        if taken is not None and taken in signals:
+            msg = (
+                f"signals names {taken.name}, at which Lightning requeues the job. Rule: one "
+                "signal, one meaning. Remedy: SLURMEnvironment(auto_requeue=False) in the "
+                "Trainer's plugins, or another signal"
+            )
+            raise ValueError(msg)
 
 
 def _placed_last(callback: Callback, callbacks: Sequence[Callback]) -> list[Callback]:
