@@ -1,6 +1,7 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -30,6 +31,7 @@ from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
+from pipeswift_lightning.strategies.hugging_face import without_caches
 from pipeswift_lightning.strategies.layer_costs import layer_costs
 from pipeswift_lightning.strategies.loss_scope import difference
 from pipeswift_lightning.strategies.metrics import SharedMetrics
@@ -85,6 +87,7 @@ class PipelineSession:
             network.module, network.layers, network_name=network.name, device=device
         )
         self._running = False
+        self._changes = ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
@@ -113,6 +116,7 @@ class PipelineSession:
         """Intercept the network's layers."""
         if self.network.chain:
             self.network.module.forward = partial(_run_chain, self.network.layers)
+        self._changes.enter_context(without_caches(self.module))
         self.cut.install()
         self._metrics.open()
 
@@ -360,6 +364,7 @@ class PipelineSession:
         """Make the module whole again (unless the peers are gone) and let go of it."""
         self._metrics.close()
         self.cut.remove()
+        self._changes.close()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
         if bring_back and self.share is not None:

@@ -98,15 +98,38 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> 
     return _Joined(tree_unflatten(joined, flat[0][1]), arrivals, parts, weights)
 
 
+class _Unjoined:
+    """Stands for objects of the micro-batches, such as key-value caches: an error if it is used."""
+
+    def __init__(self, kind: str, network: str) -> None:
+        self._message = (
+            f"{network} returned a {kind} for each micro-batch, and the step uses it. Rule: to see "
+            "the whole batch, the loss needs tensors with a row a sample. Remedy: return those, or "
+            'PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CutError(self._message)
+
+    def __getitem__(self, key: object) -> Any:
+        raise CutError(self._message)
+
+
 def _constant(column: Sequence[Any], network: str) -> Any:
-    if any(value != column[0] for value in column):
+    first = column[0]
+    if not isinstance(first, str | bytes | int | float | complex) and first is not None:
+        same = all(value is first or (value == first) is True for value in column)
+        return first if same else _Unjoined(type(first).__name__, network)
+    if any(value != first for value in column):
         msg = (
             f"{network} returned {list(column)[:4]} for different micro-batches: numbers that "
             "depend on the micro-batch cannot be joined. Remedy: return them as tensors with a "
             'row a sample, or PipeSwiftStrategy(loss="per_sample")'
         )
         raise CutError(msg)
-    return column[0]
+    return first
 
 
 def _join_tensors(
