@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["without_caches"]
+__all__ = ["predicts_next_token", "without_caches"]
 
 
-def _pretrained(module: nn.Module) -> list[nn.Module]:
-    """Return the Hugging Face models in ``module``: none, as long as nobody imports transformers."""
+def _pretrained(module: nn.Module) -> list[Any]:
+    """Return the Hugging Face models in ``module``: none, as long as nobody imports them."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None:
         return []
@@ -34,3 +34,15 @@ def without_caches(module: nn.Module) -> Iterator[None]:
     finally:
         for config in changed:
             config.use_cache = True
+
+
+def predicts_next_token(network: nn.Module) -> bool:
+    """Whether the model's own loss pairs each position with the next one's label.
+
+    Hugging Face's losses of causal models do: the first label of each row counts nowhere.
+    """
+    for model in _pretrained(network):
+        kind = getattr(model, "loss_type", None)
+        if kind in {"ForCausalLM", "ForConditionalGeneration"}:
+            return not getattr(model.config, "is_encoder_decoder", False)
+    return False

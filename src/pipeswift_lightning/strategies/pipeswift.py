@@ -63,6 +63,10 @@ class PipeSwiftStrategy(StateStrategy):
             its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
             tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
             flight. ``"auto"`` compares the two in the first steps, and now and then.
+        loss_weight: What a micro-batch's loss counts by, among those of its batch: its
+            ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
+            Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
+            ``micro_batch_weight(micro_batch)`` of the LightningModule overrides it.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
@@ -100,6 +104,7 @@ class PipeSwiftStrategy(StateStrategy):
         network: str | None = None,
         partition: Sequence[int] | None = None,
         loss: str = "auto",
+        loss_weight: str = "auto",
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
         silence_s: float = 10.0,
@@ -120,6 +125,7 @@ class PipeSwiftStrategy(StateStrategy):
                 partition=partition,
                 dynamic_shapes=dynamic_shapes,
                 loss=loss,
+                loss_weight=loss_weight,
                 receive_window=receive_window,
             ),
             silence_s=silence_s,

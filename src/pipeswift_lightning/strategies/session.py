@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from pipeswift_lightning.plan.microbatches import MicroBatches
-from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
+from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
@@ -32,12 +32,12 @@ from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
 from pipeswift_lightning.strategies.hugging_face import without_caches
-from pipeswift_lightning.strategies.layer_costs import layer_costs
-from pipeswift_lightning.strategies.loss_scope import difference
+from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.records import recorded
+from pipeswift_lightning.strategies.stages import choose_partition
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
@@ -134,7 +134,7 @@ class PipelineSession:
             DisagreementError: The ranks drew different batches, or made different plans.
             CutError: The step cannot be cut.
         """
-        self.progress.step = (self.progress.step or 0) + 1
+        self.progress.step = (self.progress.step or 0) + (not call.probing)
         with preserved_rng(self.device):
             trace = self._trace(call) if self.num_stages > 1 else None
             whole = scope is LossScope.WHOLE_BATCH
@@ -144,6 +144,7 @@ class PipelineSession:
                 "micro-batches": str(plan.micro_batches.sizes),
                 "layers": str(self._order),
                 "loss": scope,
+                "weights": str(call.weighting),
             }
             self._agree({**facts, **self._batch_facts(call)})
             kind = WholeBatchProgram if whole else StepProgram
@@ -168,16 +169,33 @@ class PipelineSession:
         self._executor.run(row, program, training=training)
         program.complete(is_last=self.is_last)
 
-    def check(self, program: StepProgram | WholeBatchProgram) -> str | None:
-        """Return which value of the step its micro-batches do not give alike (last stage)."""
-        if not isinstance(program, WholeBatchProgram):
-            return None
+    def by_micro_batch(self, program: WholeBatchProgram) -> StepResult:
+        """Return what the step gives for each micro-batch alone (last stage)."""
         self._running = True
         try:
             with preserved_rng(self.device), self._metrics.untouched():
-                return difference(program)
+                return StepResult(*program.by_micro_batch(), program.call.sizes)
         finally:
             self._running = False
+
+    def look(self, call: StepCall) -> StepResult:
+        """Run a step's forward in evaluation mode, and leave no trace (results: last stage).
+
+        Dropout would tell the whole batch from its micro-batches, whatever their weights.
+        """
+        modes = [(child, child.training) for child in self.module.modules()]
+        self.module.eval()
+        try:
+            with self._metrics.untouched():
+                program = self.run(replace(call, probing=True), LossScope.PER_SAMPLE)
+        finally:
+            for child, training in modes:
+                child.training = training
+        assert isinstance(program, StepProgram)
+        ids = range(len(call.sizes)) if self.is_last else ()
+        return StepResult(
+            [program.outputs[i] for i in ids], [program.records[i] for i in ids], call.sizes
+        )
 
     def _range(self) -> tuple[int, int]:
         assert self.partition is not None
@@ -261,7 +279,9 @@ class PipelineSession:
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
-        self.partition = self._solve(trace)
+        self.partition = choose_partition(
+            self.module, self.network, trace, self.options.partition, self.num_stages
+        )
         self._order = trace.order
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
@@ -272,36 +292,6 @@ class PipelineSession:
         self.share.give_up_foreign()
         self.share.move_to(self.device)
         self._on_assembled()
-
-    def _solve(self, trace: StepTrace) -> Partition:
-        """Split the layers; layers that no cut may part stay together."""
-        if self.options.partition is not None:
-            partition = explicit_partition(
-                trace.num_layers, layers_per_stage=self.options.partition
-            )
-            for start in partition.starts[1:]:
-                if start in trace.unnameable:
-                    msg = (
-                        f"partition={list(self.options.partition)} cuts before layer {start}, but "
-                        f"{trace.unnameable[start]}. Remedy: move the cut, or return coarser "
-                        "layers from configure_pipeline()"
-                    )
-                    raise CutError(msg)
-            return partition
-        costs = layer_costs(self.module, self.network.layers, trace)
-        starts = [i for i in range(trace.num_layers) if i == 0 or i not in trace.unnameable]
-        bounds = [*starts, trace.num_layers]
-        if len(starts) < self.num_stages:
-            reasons = "; ".join(dict.fromkeys(trace.unnameable.values())) or "it has no more layers"
-            msg = (
-                f"{self.network.name} can be cut into {len(starts)} stages at most, but "
-                f"{self.num_stages} are asked for: {reasons}. Remedy: fewer stages, or return "
-                "other layers from configure_pipeline()"
-            )
-            raise CutError(msg)
-        units = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-        solved = solve_partition(units, self.num_stages)
-        return Partition(tuple(starts[i] for i in solved.starts), trace.num_layers)
 
     def _check_fits(self, trace: StepTrace, hook: str) -> None:
         assert self.partition is not None and self.share is not None  # noqa: PT018

@@ -24,6 +24,7 @@ from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded
 from pipeswift_lightning.strategies.step import StepCall, loss_of, without_graph
 
@@ -63,11 +64,16 @@ class _Joined:
         return tensors, gradients
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> _Joined:
+def join_outputs(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    network: str,
+    shares: Sequence[float] | None = None,
+) -> _Joined:
     """Join what the network returned for each micro-batch, in the batch's order.
 
-    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged
-    with the micro-batches' samples as weights.
+    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged by
+    the micro-batches' shares of the batch: those of their samples, unless they are given.
 
     Raises:
         CutError: An output tensor has no row a sample.
@@ -80,7 +86,7 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> 
     if any(spec != flat[0][1] for _, spec in flat):
         msg = f"{network} returned structures that differ from micro-batch to micro-batch"
         raise CutError(msg)
-    weights = [size / sum(sizes) for size in sizes]
+    weights = [*shares] if shares is not None else [size / sum(sizes) for size in sizes]
     parts: list[list[Tensor]] = [[] for _ in outputs]
     arrivals: list[Arrival | None] = []
     joined: list[Any] = []
@@ -140,7 +146,7 @@ def _join_tensors(
         if not detached[0].is_floating_point():
             return detached[-1]
         return sum(
-            (part * weight for part, weight in zip(detached, weights, strict=True)),
+            (part * weight for part, weight in zip(detached, weights, strict=True) if weight),
             start=torch.zeros_like(detached[0]),
         )
     by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
@@ -234,7 +240,10 @@ class WholeBatchProgram(StageProgram):
         """Run the user's step on the joined output, and differentiate its loss."""
         ids = range(len(self.call.sizes))
         self._joined = join_outputs(
-            [self._outputs[i] for i in ids], self.call.sizes, self.cut.network_name
+            [self._outputs[i] for i in ids],
+            self.call.sizes,
+            self.cut.network_name,
+            self.call.weighting.loss,
         )
         output, self.records = self._inject(self.call.batch, self._joined.value, _WHOLE)
         self.output = without_graph(output)
@@ -252,6 +261,10 @@ class WholeBatchProgram(StageProgram):
             used = [(leaf, gradient) for leaf, gradient in given if gradient is not None]
             if used:
                 torch.autograd.backward([leaf for leaf, _ in used], [grad for _, grad in used])
+
+    def whole(self) -> StepResult:
+        """Return what the step gave for the batch (last stage)."""
+        return StepResult([self.output], [self.records], [sum(self.call.sizes)])
 
     def result(self) -> tuple[Any, list[MergedLog]]:
         """Return the step's output and logs (last stage)."""
