@@ -197,4 +197,83 @@ ENCODERS: dict[str, Make] = {
     "ViT": (vit, images),
 }
 
-ALL: dict[str, Make] = {n: (m, text_loaders) for n, m in CAUSAL.items()} | ENCODERS
+
+# -- vision and language ----------------------------------------------------------------------
+
+IMAGE, IMAGE_START, GRID = 30, 31, (1, 4, 4)  # tokens; an image has 4 by 4 patches, merged 2 by 2
+PATCH = 3 * 2 * 4 * 4  # colours, frames, height, width
+
+
+def vision_language(name: str) -> nn.Module:
+    """A model of the Qwen-VL kind: vision blocks, then language blocks."""
+    vision = {
+        "depth": 3,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 16,
+        **VISION[name],
+    }
+    text = {**SMALL, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0]}}
+    config = getattr(transformers, f"{name}Config")(
+        vision_config=vision,
+        text_config=text,
+        image_token_id=IMAGE,
+        vision_start_token_id=IMAGE_START,
+        tie_word_embeddings=True,
+    )
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    model.loss_function = causal_loss
+    return model
+
+
+VISION: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {"embed_dim": 16, "hidden_size": 16},
+    "Qwen2_5_VL": {"fullatt_block_indexes": [1], "window_size": 8},
+    "Qwen3VL": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+}
+
+
+def images_in_text() -> tuple[DataLoader, DataLoader]:
+    """One image a sample, at any place; the samples are padded."""
+    draw = torch.Generator().manual_seed(8)
+    rows = []
+    for row in text(SAMPLES):
+        ids = torch.cat([torch.tensor([5, IMAGE_START, *[IMAGE] * 4]), row["input_ids"]])
+        mask = torch.cat([torch.ones(6, dtype=torch.long), row["attention_mask"]])
+        labels = torch.cat([torch.full((6,), -100), row["labels"]])
+        rows.append(
+            {
+                "input_ids": ids,
+                "attention_mask": mask,
+                "labels": labels,
+                "mm_token_type_ids": (ids == IMAGE).int(),
+                "pixel_values": torch.randn(16, PATCH, generator=draw, dtype=torch.float64),
+                "image_grid_thw": torch.tensor(GRID),
+            }
+        )
+    return DataLoader(rows, batch_size=8), DataLoader(rows[:11], batch_size=8)
+
+
+class VisionLanguage(HuggingFace):
+    """The processor packs the patches of all images into one row; here the step does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(_packed(batch), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(_packed(batch), batch_idx)
+
+
+def _packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**batch, "pixel_values": batch["pixel_values"].flatten(0, 1)}
+
+
+MULTIMODAL: dict[str, Make] = {
+    name: (lambda name=name: vision_language(name), images_in_text) for name in VISION
+}
+
+ALL: dict[str, Make] = {n: (m, text_loaders) for n, m in CAUSAL.items()} | ENCODERS | MULTIMODAL

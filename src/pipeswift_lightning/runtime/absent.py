@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from pipeswift_lightning.runtime.operations import OperationCounter
+
 __all__ = ["AbsentMode", "AbsentValueError", "entered", "left", "to_absent"]
 
 _DEVICE_GETTER = torch.Tensor.device.__get__
@@ -63,6 +65,9 @@ class AbsentMode(TorchFunctionMode):
         on_parameter: Called with each parameter that takes part in an absent operation.
         resolve: Maps ``id(tensor)`` of an absent tensor to the present one that has arrived for it.
         strict: Whether using an absent tensor is an error.
+
+    Attributes:
+        counter: Counts what depends on parameters, where values are named by their operations.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class AbsentMode(TorchFunctionMode):
         self.on_parameter = on_parameter
         self.resolve = resolve if resolve is not None else {}
         self.strict = strict
+        self.counter: OperationCounter | None = None
 
     @override
     def __torch_function__(
@@ -91,6 +97,14 @@ class AbsentMode(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, on the meta device when an argument is absent."""
         kwargs = kwargs or {}
+        counter = self.counter
+        if counter is None or counter.paused or not counter.depends((args, kwargs)):
+            return self._run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
+        counter.count(func, result)
+        return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._any_absent(args, kwargs):
             return func(*args, **kwargs)
         if self.resolve:

@@ -1,7 +1,6 @@
 """Which of the network's layers go to which stage."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from lightning.pytorch import LightningModule
 
@@ -21,7 +20,7 @@ def choose_partition(
     layers_per_stage: Sequence[int] | None,
     num_stages: int,
 ) -> Partition:
-    """Split the layers; layers that no cut may part stay together.
+    """Split the layers into stages.
 
     Args:
         module: The user's module.
@@ -31,30 +30,15 @@ def choose_partition(
         num_stages: Number of stages.
 
     Raises:
-        CutError: No stage could feed one of the cuts.
+        CutError: The step calls fewer layers than there are stages.
     """
     if layers_per_stage is not None:
-        partition = explicit_partition(trace.num_layers, layers_per_stage=layers_per_stage)
-        for start in partition.starts[1:]:
-            if start in trace.unnameable:
-                msg = (
-                    f"partition={list(layers_per_stage)} cuts before layer {start}, but "
-                    f"{trace.unnameable[start]}. Remedy: move the cut, or return coarser "
-                    "layers from configure_pipeline()"
-                )
-                raise CutError(msg)
-        return partition
-    costs = layer_costs(module, network.layers, trace)
-    starts = [i for i in range(trace.num_layers) if i == 0 or i not in trace.unnameable]
-    bounds = [*starts, trace.num_layers]
-    if len(starts) < num_stages:
-        reasons = "; ".join(dict.fromkeys(trace.unnameable.values())) or "it has no more layers"
+        return explicit_partition(trace.num_layers, layers_per_stage=layers_per_stage)
+    if trace.num_layers < num_stages:
         msg = (
-            f"{network.name} can be cut into {len(starts)} stages at most, but "
-            f"{num_stages} are asked for: {reasons}. Remedy: fewer stages, or return "
-            "other layers from configure_pipeline()"
+            f"a step calls {trace.num_layers} layers of {network.name}, but {num_stages} stages "
+            "are asked for. Rule: each stage has a layer. Remedy: fewer stages, or return other "
+            "layers from configure_pipeline()"
         )
         raise CutError(msg)
-    units = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-    solved = solve_partition(units, num_stages)
-    return Partition(tuple(starts[i] for i in solved.starts), trace.num_layers)
+    return solve_partition(layer_costs(module, network.layers, trace), num_stages)
