@@ -242,7 +242,9 @@ def images_in_text() -> tuple[DataLoader, DataLoader]:
     draw = torch.Generator().manual_seed(8)
     rows = []
     for row in text(SAMPLES):
-        ids = torch.cat([torch.tensor([5, IMAGE_START, *[IMAGE] * 4]), row["input_ids"]])
+        ids = torch.cat(
+            [torch.tensor([5, IMAGE_START, *[IMAGE] * 4]), row["input_ids"].clamp(max=29)]
+        )
         mask = torch.cat([torch.ones(6, dtype=torch.long), row["attention_mask"]])
         labels = torch.cat([torch.full((6,), -100), row["labels"]])
         rows.append(

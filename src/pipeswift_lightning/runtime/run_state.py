@@ -86,8 +86,8 @@ class RunState:
             msg = (
                 f"the code of {network} before its layer {gap} (in call order) ran other "
                 "operations than in the first step, and a value from there is used after later "
-                "layers. Rule: such code is the same for every batch. Remedy: pass the value through the layers, "
-                "or return other layers from configure_pipeline()"
+                "layers. Rule: such code is the same for every batch. Remedy: pass the value "
+                "through the layers, or return other layers from configure_pipeline()"
             )
             raise CutError(msg)
         counter.paused = True
