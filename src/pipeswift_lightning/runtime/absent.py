@@ -24,6 +24,8 @@ _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or")}
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_REPEATING = {torch.repeat_interleave, torch.Tensor.repeat_interleave}
 _READS = {
     torch.Tensor.item,
     torch.Tensor.tolist,
@@ -148,6 +150,7 @@ class AbsentMode(TorchFunctionMode):
                 "configure_pipeline()"
             )
             raise AbsentValueError(msg)
+        args, kwargs = _with_known_shape(func, args, kwargs)
         args, kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
         args, kwargs = tree_map_only(torch.device, _meta_device, (args, kwargs))
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str):
@@ -177,6 +180,34 @@ class AbsentMode(TorchFunctionMode):
         assert self.on_parameter is not None
         self.on_parameter(parameter)
         return parameter
+
+
+def _with_known_shape(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put what decides the result's shape, and is known here, into a form without data.
+
+    A mask that depends on the batch alone, such as that of the image tokens, selects a number of
+    places which the mask's own meta tensor could not tell.
+    """
+    if func in _INDEXING:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        places = tuple(place for part in index for place in _places(part))
+        return (args[0], places, *args[2:]), kwargs
+    if func in _REPEATING and len(args) > 1 and _is_present(args[1]):
+        return args, {**kwargs, "output_size": int(args[1].sum())}
+    return args, kwargs
+
+
+def _places(part: Any) -> tuple[Any, ...]:
+    """Replace a mask in an index by the places that it selects."""
+    if _is_present(part) and part.dtype is torch.bool and part.dim():
+        return tuple(part.nonzero(as_tuple=True))
+    return (part,)
+
+
+def _is_present(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
