@@ -56,6 +56,7 @@ class LayerCut:
         layers: Its layers, as they are registered (the call order is discovered).
         network_name: How errors name the network, for instance ``"self.model"``.
         device: The device of this rank's stage.
+        returned: What a step may use of the network's output; the rest need not reach it.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class LayerCut:
         *,
         network_name: str,
         device: torch.device,
+        returned: Callable[[Any], Any] = lambda output: output,
     ) -> None:
+        self._returned = returned
         self.network = network
         self.layers = tuple(layers)
         self.network_name = network_name
@@ -214,7 +217,7 @@ class LayerCut:
         if self._discovery is not None:
             output = original(*args, **kwargs)
             if self._discovery.order:
-                self._discovery.network_returns(output)
+                self._discovery.network_returns(self._returned(output))
                 raise DiscoveryDone
             return output
         run = self._run
@@ -243,7 +246,7 @@ class LayerCut:
             return self._skip(run, index, original, args, kwargs)
         leaves, spec = self._bind_arguments(run, position, args, kwargs)
         if position == run.last:
-            run.boundary = run.crossing()
+            run.boundary = run.crossing(self.network_name)
             raise _ReachedBoundaryError
         args, kwargs = tree_unflatten(leaves, spec) if spec is not None else (args, kwargs)
         return self._run_local(run, position, original, args, kwargs)

@@ -7,7 +7,10 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["predicts_next_token", "without_caches"]
+__all__ = ["blocks", "predicts_next_token", "returned", "without_caches"]
+
+# Outputs that models return beside what they compute, as the encoders gave them.
+_BY_PRODUCTS = ("image_", "video_", "audio_", "vision_", "encoder_")
 
 
 def _pretrained(module: nn.Module) -> list[Any]:
@@ -16,6 +19,43 @@ def _pretrained(module: nn.Module) -> list[Any]:
     if transformers is None:
         return []
     return [m for m in module.modules() if isinstance(m, transformers.PreTrainedModel)]
+
+
+def blocks(network: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the blocks of the models in ``network``, in their order: encoders come first.
+
+    A block is what Hugging Face itself recomputes as one in activation checkpointing.
+    """
+    layers: Any = sys.modules.get("transformers.modeling_layers")
+    if layers is None or not _pretrained(network):
+        return ()
+    found: list[nn.Module] = []
+    _collect(network, layers.GradientCheckpointingLayer, found)
+    return tuple(found)
+
+
+def _collect(module: nn.Module, kind: type[nn.Module], found: list[nn.Module]) -> None:
+    for child in module.children():
+        if isinstance(child, kind):
+            found.append(child)
+        else:
+            _collect(child, kind, found)
+
+
+def returned(output: Any) -> Any:
+    """Return what a step may use of a model's output: not what encoders gave on the way.
+
+    A vision-language model also returns its image features. To bring them to the last stage would
+    cost as much as the activations themselves, and hardly a step looks at them.
+    """
+    generic: Any = sys.modules.get("transformers.utils.generic")
+    if generic is None or not isinstance(output, generic.ModelOutput):
+        return output
+    return {
+        name: value
+        for name, value in output.items()
+        if not name.startswith(_BY_PRODUCTS) and not isinstance(value, generic.ModelOutput)
+    }
 
 
 @contextmanager

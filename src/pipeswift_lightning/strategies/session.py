@@ -31,7 +31,7 @@ from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
-from pipeswift_lightning.strategies.hugging_face import without_caches
+from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
@@ -84,7 +84,11 @@ class PipelineSession:
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
         self.cut = LayerCut(
-            network.module, network.layers, network_name=network.name, device=device
+            network.module,
+            network.layers,
+            network_name=network.name,
+            device=device,
+            returned=returned,
         )
         self._running = False
         self._changes = ExitStack()

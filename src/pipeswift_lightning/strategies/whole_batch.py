@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.batching import batch_signature, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
-from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded
 from pipeswift_lightning.strategies.step import StepCall, loss_of, without_graph
+from pipeswift_lightning.strategies.unjoined import Unjoined, aligned, constant
 
 __all__ = ["WholeBatchProgram", "join_outputs"]
 
@@ -73,28 +73,26 @@ def join_outputs(
     """Join what the network returned for each micro-batch, in the batch's order.
 
     Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged by
-    the micro-batches' shares of the batch: those of their samples, unless they are given.
-
-    Raises:
-        CutError: An output tensor has no row a sample.
+    the micro-batches' shares of the batch: those of their samples, unless they are given. What
+    cannot be joined is an error where the step uses it.
 
     Example:
         >>> join_outputs([torch.zeros(2, 1), torch.ones(1, 1)], [2, 1], "net").value.tolist()
         [[0.0], [0.0], [1.0]]
     """
-    flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
-    if any(spec != flat[0][1] for _, spec in flat):
-        msg = f"{network} returned structures that differ from micro-batch to micro-batch"
-        raise CutError(msg)
+    flat = [tree_flatten(output) for output in aligned(outputs, network)]
     weights = [*shares] if shares is not None else [size / sum(sizes) for size in sizes]
     parts: list[list[Tensor]] = [[] for _ in outputs]
     arrivals: list[Arrival | None] = []
     joined: list[Any] = []
     for column in zip(*(f[0] for f in flat), strict=True):
         if not isinstance(column[0], Tensor):
-            joined.append(_constant(column, network))
+            joined.append(constant(column, network))
             continue
         tensor = _join_tensors(column, sizes, weights, network)
+        if isinstance(tensor, Unjoined):
+            joined.append(tensor)
+            continue
         wanted = torch.is_grad_enabled() and any(part.requires_grad for part in column)
         arrival = Arrival(tensor) if wanted else None
         for mine, part in zip(parts, column, strict=True):
@@ -104,43 +102,9 @@ def join_outputs(
     return _Joined(tree_unflatten(joined, flat[0][1]), arrivals, parts, weights)
 
 
-class _Unjoined:
-    """Stands for objects of the micro-batches, such as key-value caches: an error if it is used."""
-
-    def __init__(self, kind: str, network: str) -> None:
-        self._message = (
-            f"{network} returned a {kind} for each micro-batch, and the step uses it. Rule: to see "
-            "the whole batch, the loss needs tensors with a row a sample. Remedy: return those, or "
-            'PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise CutError(self._message)
-
-    def __getitem__(self, key: object) -> Any:
-        raise CutError(self._message)
-
-
-def _constant(column: Sequence[Any], network: str) -> Any:
-    first = column[0]
-    if not isinstance(first, str | bytes | int | float | complex) and first is not None:
-        same = all(value is first or (value == first) is True for value in column)
-        return first if same else _Unjoined(type(first).__name__, network)
-    if any(value != first for value in column):
-        msg = (
-            f"{network} returned {list(column)[:4]} for different micro-batches: numbers that "
-            "depend on the micro-batch cannot be joined. Remedy: return them as tensors with a "
-            'row a sample, or PipeSwiftStrategy(loss="per_sample")'
-        )
-        raise CutError(msg)
-    return first
-
-
 def _join_tensors(
     column: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], network: str
-) -> Tensor:
+) -> Tensor | Unjoined:
     detached = [part.detach() for part in column]
     if all(part.dim() == 0 for part in detached):
         if not detached[0].is_floating_point():
@@ -150,14 +114,10 @@ def _join_tensors(
             start=torch.zeros_like(detached[0]),
         )
     by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
-    if not by_row or len({part.shape[1:] for part in detached}) > 1:
+    if not by_row or len({p.shape[1:] for p in detached}) > 1 or any(p.is_meta for p in detached):
         shapes = [list(part.shape) for part in detached]
-        msg = (
-            f"{network} returned tensors of shapes {shapes} for micro-batches of {list(sizes)} "
-            "samples. Rule: to see the whole batch, the loss needs outputs with a row a sample. "
-            'Remedy: PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
-        )
-        raise CutError(msg)
+        what = f"tensors of shapes {shapes} for micro-batches of {list(sizes)} samples"
+        return Unjoined(what, network)
     return torch.cat(detached)
 
 
