@@ -279,3 +279,37 @@ MULTIMODAL: dict[str, Make] = {
 }
 
 ALL: dict[str, Make] = {n: (m, text_loaders) for n, m in CAUSAL.items()} | ENCODERS | MULTIMODAL
+
+
+# -- LoRA -------------------------------------------------------------------------------------
+
+
+def lora(layers: list[int] | None = None) -> nn.Module:
+    """A frozen Llama with adapters, in all its layers or in some."""
+    import peft
+
+    model = causal("Llama", tie_word_embeddings=True)
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        layers_to_transform=layers,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, config)
+
+
+class Adapted(HuggingFace):
+    """Gives the optimizer what it trains."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=self.rate, weight_decay=0.1)
+
+
+ADAPTED: dict[str, Make] = {
+    "LoRA": (lora, text_loaders),
+    "LoRA, last layer": (lambda: lora([3]), text_loaders),
+    "LoRA, first layer": (lambda: lora([0]), text_loaders),
+}
+ALL |= ADAPTED
