@@ -58,13 +58,17 @@ class HuggingFace(LightningModule):
         self.model = model
         self.rate = rate
 
+    def call(self, batch: Any) -> Any:
+        with in_double():
+            return self.model(**batch)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out = self.model(**batch)
+        out = self.call(batch)
         self.log("train/loss", out.loss, on_step=True, on_epoch=True)
         return out.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.model(**batch).loss)
+        self.log("val/loss", self.call(batch).loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=0.1)
@@ -75,7 +79,7 @@ class LossOutside(HuggingFace):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         labels = batch.pop("labels")[:, 1:]
-        logits = self.model(**batch).logits[:, :-1]
+        logits = self.call(batch).logits[:, :-1]
         each = functional.cross_entropy(logits.mT, labels, reduction="none", ignore_index=-100)
         counts = (labels != -100).sum(1).clamp(min=1)
         loss = (each.sum(1) / counts).mean()
@@ -84,7 +88,7 @@ class LossOutside(HuggingFace):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         labels = batch.pop("labels")
-        self.log("val/loss", self.model(**batch).logits.pow(2).mean() + labels.float().mean())
+        self.log("val/loss", self.call(batch).logits.pow(2).mean() + labels.double().mean())
 
 
 def text(num: int = SAMPLES) -> list[dict[str, Tensor]]:

@@ -1,13 +1,13 @@
 """What the pipeline knows about Hugging Face models; transformers itself is never imported here."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-__all__ = ["blocks", "predicts_next_token", "returned", "without_caches"]
+__all__ = ["blocks", "initialiser", "predicts_next_token", "returned", "without_caches"]
 
 # Outputs that models return beside what they compute, as the encoders gave them.
 _BY_PRODUCTS = ("image_", "video_", "audio_", "vision_", "encoder_")
@@ -56,6 +56,28 @@ def returned(output: Any) -> Any:
         for name, value in output.items()
         if not name.startswith(_BY_PRODUCTS) and not isinstance(value, generic.ModelOutput)
     }
+
+
+def initialiser(module: nn.Module) -> Callable[[nn.Module], bool]:
+    """Return a function that initialises a small module of ``module``, if it knows how.
+
+    Within a Hugging Face model its ``_init_weights`` does, elsewhere ``reset_parameters``.
+    """
+    owner: dict[int, Any] = {}
+    for model in _pretrained(module):  # inner models come later, and have the last word
+        owner.update({id(child): model for child in model.modules()})
+
+    def initialise(child: nn.Module) -> bool:
+        if id(child) in owner:
+            owner[id(child)]._init_weights(child)
+            return True
+        reset = getattr(child, "reset_parameters", None)
+        if reset is None:
+            return False
+        reset()
+        return True
+
+    return initialise
 
 
 @contextmanager

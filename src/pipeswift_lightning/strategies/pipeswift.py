@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from pipeswift_lightning.strategies.contract import (
     one_optimizer,
 )
 from pipeswift_lightning.strategies.devices import move_buffers
+from pipeswift_lightning.strategies.division import Division, divided_names
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.network import find_network
@@ -67,6 +69,8 @@ class PipeSwiftStrategy(StateStrategy):
             ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
             Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
             ``micro_batch_weight(micro_batch)`` of the LightningModule overrides it.
+        weights: A safetensors file, or a folder as Hugging Face writes it, for a module that
+            ``configure_model()`` builds on the meta device: each rank reads its own stage's.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
@@ -105,6 +109,7 @@ class PipeSwiftStrategy(StateStrategy):
         partition: Sequence[int] | None = None,
         loss: str = "auto",
         loss_weight: str = "auto",
+        weights: str | Path | None = None,
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
         silence_s: float = 10.0,
@@ -138,6 +143,7 @@ class PipeSwiftStrategy(StateStrategy):
             precision_plugin=precision_plugin,
         )
         self._network_name = network
+        self._weights = weights
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
         self._sync_gradients = True
@@ -169,6 +175,9 @@ class PipeSwiftStrategy(StateStrategy):
         self.precision_plugin.convert_module(module)
         network = find_network(module, self._network_name)
         check_layers(network.layers, self.mesh, network.name)
+        self._division = Division.of(module, self._weights)
+        if self._division is not None and self.mesh.num_stages == 1:
+            self._division.parameters(self._division.names)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
@@ -196,7 +205,7 @@ class PipeSwiftStrategy(StateStrategy):
         """Start all ranks from rank 0's values, whether or not the user seeded everything."""
         if self._collectives is None or self.mesh.world_size == 1:
             return
-        tensors = [t.data for t in (*module.parameters(), *module.buffers())]
+        tensors = [t.data for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
         self._collectives.guarded(
             "waiting for rank 0's initial parameters",
             lambda: broadcast_tensors(tensors, 0, None, self.root_device),
@@ -324,7 +333,10 @@ class PipeSwiftStrategy(StateStrategy):
         elif session is not None:
             session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if whole:  # a module with absent parameters cannot be moved
+        divided = self.lightning_module is not None and divided_names(self.lightning_module)
+        if whole and divided and self.mesh.num_stages > 1:
+            self._release_divided()
+        elif whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
         if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():

@@ -31,6 +31,7 @@ from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
+from pipeswift_lightning.strategies.division import divided_names
 from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
@@ -292,7 +293,8 @@ class PipelineSession:
         )
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))
-        self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
+        table, divided = ParameterTable.of(self.module), divided_names(self.module)
+        self.share = LocalShare(self.module, owners, table, self.stage, divided)
         self.share.give_up_foreign()
         self.share.move_to(self.device)
         self._on_assembled()
