@@ -3,18 +3,22 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-VOCABULARY, LENGTH, SAMPLES, PAD = 32, 7, 37, 0
+from pipeswift_lightning import PipeSwiftStrategy
+from tests.helpers.parity import make_trainer
+
+VOCABULARY, LENGTH, SAMPLES, PAD = 32, 7, 30, 0
 SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -44,6 +48,19 @@ def in_double() -> Iterator[None]:
         torch.float32, Tensor.float = kept
 
 
+def made_double(model: nn.Module) -> nn.Module:
+    """Run a model's forward `in_double`."""
+    forward = model.forward
+
+    @wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with in_double():
+            return forward(*args, **kwargs)
+
+    model.forward = wrapped
+    return model
+
+
 def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
     """Hugging Face's loss of causal models, but in the dtype of the logits (theirs: float32)."""
     flat = logits[:, :-1].reshape(-1, vocab_size)
@@ -58,17 +75,13 @@ class HuggingFace(LightningModule):
         self.model = model
         self.rate = rate
 
-    def call(self, batch: Any) -> Any:
-        with in_double():
-            return self.model(**batch)
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out = self.call(batch)
+        out = self.model(**batch)
         self.log("train/loss", out.loss, on_step=True, on_epoch=True)
         return out.loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.call(batch).loss)
+        self.log("val/loss", self.model(**batch).loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.rate, weight_decay=0.1)
@@ -79,7 +92,7 @@ class LossOutside(HuggingFace):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         labels = batch.pop("labels")[:, 1:]
-        logits = self.call(batch).logits[:, :-1]
+        logits = self.model(**batch).logits[:, :-1]
         each = functional.cross_entropy(logits.mT, labels, reduction="none", ignore_index=-100)
         counts = (labels != -100).sum(1).clamp(min=1)
         loss = (each.sum(1) / counts).mean()
@@ -88,7 +101,7 @@ class LossOutside(HuggingFace):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         labels = batch.pop("labels")
-        self.log("val/loss", self.call(batch).logits.pow(2).mean() + labels.double().mean())
+        self.log("val/loss", self.model(**batch).logits.pow(2).mean() + labels.double().mean())
 
 
 def text(num: int = SAMPLES) -> list[dict[str, Tensor]]:
@@ -106,7 +119,7 @@ def text(num: int = SAMPLES) -> list[dict[str, Tensor]]:
 
 
 def text_loaders() -> tuple[DataLoader, DataLoader]:
-    return DataLoader(text(), batch_size=8), DataLoader(text(11), batch_size=8)
+    return DataLoader(text(), batch_size=8), DataLoader(text(7), batch_size=8)
 
 
 def causal(name: str, **changes: Any) -> nn.Module:
@@ -114,7 +127,7 @@ def causal(name: str, **changes: Any) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(**{**SMALL, **changes})
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.loss_function = causal_loss
-    return model
+    return made_double(model)
 
 
 def gpt2() -> nn.Module:
@@ -142,6 +155,12 @@ CAUSAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def validating_trainer() -> Trainer:
+    """A Trainer over the harness's ranks, in float32, whose model comes from nowhere."""
+    strategy = PipeSwiftStrategy(micro_batches=2)
+    return make_trainer(strategy, precision="32-true", limit_val_batches=1)
+
+
 # -- encoders ---------------------------------------------------------------------------------
 
 
@@ -149,7 +168,7 @@ def bert(kind: str) -> nn.Module:
     """BERT with a head: ``"MaskedLM"`` or ``"SequenceClassification"``."""
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     config = transformers.BertConfig(**SMALL, **dropout, num_labels=3)
-    return getattr(transformers, f"BertFor{kind}")(config)
+    return made_double(getattr(transformers, f"BertFor{kind}")(config))
 
 
 def vit() -> nn.Module:
@@ -163,7 +182,7 @@ def vit() -> nn.Module:
         num_channels=1,
         num_labels=3,
     )
-    return transformers.ViTForImageClassification(config)
+    return made_double(transformers.ViTForImageClassification(config))
 
 
 def masked_text() -> tuple[DataLoader, DataLoader]:
@@ -174,12 +193,12 @@ def masked_text() -> tuple[DataLoader, DataLoader]:
         chosen = torch.rand(LENGTH, generator=draw) < torch.rand((), generator=draw) * 0.6
         row["labels"] = torch.where(chosen, row["labels"], -100)
         row["input_ids"] = torch.where(chosen, 3, row["input_ids"])
-    return DataLoader(rows, batch_size=8), DataLoader(rows[:11], batch_size=8)
+    return DataLoader(rows, batch_size=8), DataLoader(rows[:7], batch_size=8)
 
 
 def classified_text() -> tuple[DataLoader, DataLoader]:
     rows = [{**row, "labels": row["input_ids"].sum() % 3} for row in text()]
-    return DataLoader(rows, batch_size=8), DataLoader(rows[:11], batch_size=8)
+    return DataLoader(rows, batch_size=8), DataLoader(rows[:7], batch_size=8)
 
 
 def images() -> tuple[DataLoader, DataLoader]:
@@ -191,7 +210,7 @@ def images() -> tuple[DataLoader, DataLoader]:
         }
         for _ in range(SAMPLES)
     ]
-    return DataLoader(rows, batch_size=8), DataLoader(rows[:11], batch_size=8)
+    return DataLoader(rows, batch_size=8), DataLoader(rows[:7], batch_size=8)
 
 
 Make = tuple[Callable[[], nn.Module], Callable[[], tuple[DataLoader, DataLoader]]]
@@ -231,7 +250,7 @@ def vision_language(name: str) -> nn.Module:
     )
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     model.loss_function = causal_loss
-    return model
+    return made_double(model)
 
 
 VISION: dict[str, dict[str, Any]] = {
@@ -261,7 +280,7 @@ def images_in_text() -> tuple[DataLoader, DataLoader]:
                 "image_grid_thw": torch.tensor(GRID),
             }
         )
-    return DataLoader(rows, batch_size=8), DataLoader(rows[:11], batch_size=8)
+    return DataLoader(rows, batch_size=8), DataLoader(rows[:7], batch_size=8)
 
 
 class VisionLanguage(HuggingFace):

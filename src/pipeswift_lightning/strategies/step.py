@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.batching import batch_signature, fresh_containers
@@ -183,10 +184,4 @@ def loss_of(output: Any) -> Tensor | None:
 
 def without_graph(output: Any) -> Any:
     """Return ``output`` with its tensors detached."""
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, dict):
-        return {k: without_graph(v) for k, v in output.items()}
-    if isinstance(output, list | tuple) and not hasattr(output, "_fields"):
-        return type(output)(without_graph(v) for v in output)
-    return output
+    return tree_map_only(Tensor, lambda tensor: tensor.detach(), output)
