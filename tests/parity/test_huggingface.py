@@ -50,7 +50,6 @@ def test_models_on_two_stages() -> None:
             "GPT-2": {},
             "BERT, masked": {},
             "ViT": {"loss": "per_sample"},
-            "Qwen2_5_VL": {"partition": [2, 5]},  # a cut between two vision blocks
             "LoRA, last layer": {},
         }
     )
@@ -142,7 +141,7 @@ def test_a_module_on_the_meta_device_is_loaded_by_stage_and_resumed(tmp_path: Pa
 
 # -- memory -----------------------------------------------------------------------------------
 
-WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "head_dim": 64,
+WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "head_dim": 64,
         "num_attention_heads": 8, "num_key_value_heads": 8}  # fmt: skip
 
 
@@ -163,11 +162,12 @@ def _peak_bytes() -> int:
 @pytest.mark.world_size(2, deadline_s=90)
 def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
     transformers.LlamaConfig(**{**hf.SMALL, **WIDE}).save_pretrained(tmp_path)
-    before = _peak_bytes()
     module = Looked(tmp_path)
+    module.configure_model()  # imports the model's code, and takes no memory itself
+    before = _peak_bytes()
     trainer = hf.validating_trainer()
     trainer.validate(module, hf.text_loaders()[1], verbose=False)
     grown = _peak_bytes() - before
     whole = sum(p.numel() * p.element_size() for p in module.parameters())
-    assert whole > 150e6
+    assert whole > 200e6
     assert grown < 0.75 * whole, f"{grown / 1e6:.0f} of {whole / 1e6:.0f} MB"
