@@ -21,7 +21,7 @@ SMALLER = ["strategy.micro_batches=2", "strategy.partition=null", "data.batch_si
 
 def _fit(experiment: str, folder: Path) -> tuple[Any, Outcome]:
     named = (CONF / f"experiment/{experiment}.yaml").read_text()
-    text = ["data.max_samples=50"] if "hf_text" in named else []
+    text = ["data.max_samples=50", "data.max_len=32"] if "hf_text" in named else []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose(
             "train", [f"experiment={experiment}", f"paths.output_dir={folder}", *SMALLER, *text]
