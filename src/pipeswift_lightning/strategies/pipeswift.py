@@ -61,9 +61,9 @@ class PipeSwiftStrategy(StateStrategy):
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
-        loss: ``"per_sample"`` if the loss is a mean over samples: each micro-batch's is weighted by
-            its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
-            tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
+        loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
+            each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
+            not (a contrastive loss): it runs once on all outputs, with every micro-batch in
             flight. ``"auto"`` compares the two in the first steps, and now and then.
         loss_weight: What a micro-batch's loss counts by, among those of its batch: its
             ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
