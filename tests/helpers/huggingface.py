@@ -143,9 +143,18 @@ def gpt2() -> nn.Module:
     )
 
 
+def checkpointed() -> nn.Module:
+    """Recomputes its blocks in the backward pass, which `in_double` does not reach."""
+    model = causal("Llama")
+    del model.forward
+    model.gradient_checkpointing_enable()
+    return model
+
+
 CAUSAL: dict[str, Callable[[], nn.Module]] = {
     "Llama": lambda: causal("Llama"),
     "Llama, tied": lambda: causal("Llama", tie_word_embeddings=True),
+    "Llama, checkpointed": checkpointed,
     "Llama, eager": lambda: causal("Llama", attn_implementation="eager"),
     "Qwen3": lambda: causal("Qwen3", tie_word_embeddings=True),
     "Mistral": lambda: causal("Mistral", sliding_window=4),

@@ -48,6 +48,7 @@ def test_models_on_two_stages() -> None:
             "Llama, tied": {},
             "Gemma3": {"loss_weight": "tokens", "loss": "per_sample"},
             "GPT-2": {},
+            "Llama, checkpointed": {},
             "BERT, masked": {},
             "ViT": {"loss": "per_sample"},
             "LoRA, last layer": {},

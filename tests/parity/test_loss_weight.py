@@ -140,10 +140,15 @@ def test_token_means_equal_one_device_and_data_parallel() -> None:
     failures.check()
 
 
-def _calls(module: Tokens, steps: int, **options: Any) -> int:
+def _calls(module: Tokens, steps: int) -> int:
+    fit_alone(module, steps, loaders()[:1])
+    return module.calls
+
+
+def fit_alone(module: Tokens, steps: int, data: tuple[DataLoader, ...], **options: Any) -> None:
     torch.manual_seed(0)
     trainer = Trainer(
-        strategy=PipeSwiftStrategy(micro_batches=4, **options),
+        strategy=PipeSwiftStrategy(**{"micro_batches": 4, **options}),
         accelerator="cpu",
         devices=1,
         max_steps=steps,
@@ -152,10 +157,9 @@ def _calls(module: Tokens, steps: int, **options: Any) -> int:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        limit_val_batches=0,
+        num_sanity_val_steps=0,
     )
-    trainer.fit(module, loaders()[0])
-    return module.calls
+    trainer.fit(module, *data)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +173,14 @@ def _calls(module: Tokens, steps: int, **options: Any) -> int:
 )
 def test_a_token_mean_runs_by_micro_batches_once_it_is_checked(make) -> None:
     assert _calls(make(), 7) - _calls(make(), 6) == 4
+
+
+def test_evaluation_joins_the_loss_by_the_weights_that_training_found() -> None:
+    sizes: list[int] = []
+    module = Tokens(OwnLoss())
+    module.model.head.register_forward_hook(lambda _, args, out: sizes.append(len(out)))
+    fit_alone(module, 4, loaders())
+    assert sizes[-4:] == [2, 2, 2, 2]  # the last batch is one of validation
 
 
 def test_a_loss_that_no_weights_explain_runs_whole() -> None:
@@ -192,15 +204,9 @@ def test_a_weight_that_is_no_number_is_refused() -> None:
 
 def test_tokens_without_labels_are_refused() -> None:
     with pytest.raises(ValueError, match=r'loss_weight="tokens", but .* Rule: .* Remedy: '):
-        _calls_without_labels()
-
-
-def _calls_without_labels() -> None:
-    strategy = PipeSwiftStrategy(micro_batches=2, loss="per_sample", loss_weight="tokens")
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=1, logger=False,
-                      precision="64-true", enable_checkpointing=False, enable_progress_bar=False,
-                      enable_model_summary=False)  # fmt: skip
-    trainer.fit(_Renamed(OwnLoss()), loaders("words")[0])
+        fit_alone(
+            _Renamed(OwnLoss()), 1, loaders("words")[:1], loss="per_sample", loss_weight="tokens"
+        )
 
 
 class _Renamed(Tokens):

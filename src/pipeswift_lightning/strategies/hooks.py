@@ -15,8 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
-from pipeswift_lightning.strategies.loss_scope import LossPolicy, Matches, Shares, compare
-from pipeswift_lightning.strategies.loss_weights import rules_for, shares
+from pipeswift_lightning.strategies.loss_scope import (
+    LossPolicy,
+    Matches,
+    Shares,
+    compare,
+    is_checked,
+)
+from pipeswift_lightning.strategies.loss_weights import Rule, rules_for, shares
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.records import MergedLog, replay
 from pipeswift_lightning.strategies.session import PipelineSession
@@ -51,6 +57,7 @@ class StepRunner:
         self._evaluations = 0
         self._largest_batch = 0
         self._warned = False
+        self._evaluated: dict[StepHook, int | None] = {}
         self._policy = LossPolicy(options.loss, rules_for(session.module, options))
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
@@ -139,18 +146,42 @@ class StepRunner:
         The loss of a whole batch takes one pass of the whole batch, without a pipeline's benefit,
         so it is compared before the step and not in its place.
         """
-        if hook is StepHook.TRAINING:
-            counted = self._shares(call)
-            _, check = self._policy.next_step(counted)
-            if check:
-                whole = self._session.look(call.in_one())
-                parts = self._session.look(call)
-                found = compare(whole, parts, counted) if self._session.is_last else {}
-                self._policy.learn(self._from_last_stage(found), counted)
-            if not self._policy.whole:
-                return self._weighted(call, counted), LossScope.PER_SAMPLE, None
-            self._warn_of_scalar()
+        if hook is not StepHook.TRAINING:
+            return self._scope_of_evaluation(hook, call)
+        counted = self._shares(call)
+        _, check = self._policy.next_step(counted)
+        if check:
+            whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
+            parts = self._session.look(call, LossScope.PER_SAMPLE)
+            found = compare(whole, parts, counted) if self._session.is_last else {}
+            self._policy.learn(self._from_last_stage(found), counted)
+        if not self._policy.whole:
+            return self._weighted(call, counted), LossScope.PER_SAMPLE, None
+        self._warn_of_scalar()
         return call.in_one(), LossScope.PER_SAMPLE, None
+
+    def _scope_of_evaluation(
+        self, hook: StepHook, call: StepCall
+    ) -> tuple[StepCall, LossScope, None]:
+        """Join the network's own loss by the weights that training has found, if they hold here."""
+        counted = self._shares(call)
+        weighting = self._policy.settled(counted)
+        step = self._evaluated.get(hook, 0)
+        if weighting is not None and step is not None:
+            weighted = replace(call, weighting=weighting)
+            self._evaluated[hook] = step + 1
+            if not is_checked(step) or self._holds(weighted):
+                return weighted, LossScope.WHOLE_BATCH, None
+            self._evaluated[hook] = None  # for good
+        return call.in_one(), LossScope.PER_SAMPLE, None
+
+    def _holds(self, call: StepCall) -> bool:
+        """Whether a step gives the same with the network's outputs joined as with one piece."""
+        whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
+        joined = self._session.look(call, LossScope.WHOLE_BATCH)
+        share = {Rule.SAMPLES: (1.0,)}
+        found = compare(whole, joined, share) if self._session.is_last else {}
+        return all(self._from_last_stage(found).values())
 
     def _warn_of_scalar(self) -> None:
         if not self._warned and self._options.loss is LossScope.AUTO:

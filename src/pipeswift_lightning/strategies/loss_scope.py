@@ -17,7 +17,7 @@ from pipeswift_lightning.strategies.records import (
     merge_records,
 )
 
-__all__ = ["LossPolicy", "Matches", "Shares", "StepResult", "compare"]
+__all__ = ["LossPolicy", "Matches", "Shares", "StepResult", "compare", "is_checked"]
 
 _ALWAYS_CHECKED = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -73,8 +73,7 @@ class LossPolicy:
         if self.whole:
             return LossScope.WHOLE_BATCH, False
         step, self._steps = self._steps, self._steps + 1
-        check = step < _ALWAYS_CHECKED or step & (step - 1) == 0
-        check |= any(_undecided(left, shares) for left in self._left.values())
+        check = is_checked(step) or any(_undecided(left, shares) for left in self._left.values())
         return (LossScope.WHOLE_BATCH if check else LossScope.PER_SAMPLE), check
 
     def weighting(self, shares: Shares) -> Weighting:
@@ -94,6 +93,13 @@ class LossPolicy:
             )
             raise WeightError(msg)
         return None if rule is Rule.SAMPLES else shares[rule]
+
+    def settled(self, shares: Shares) -> Weighting | None:
+        """Return the weights of the loss for a batch, if training has found them."""
+        left = self._left[_LOSS]
+        if self.whole or not self._steps or _undecided(left, shares):
+            return None
+        return Weighting(self._choose(_LOSS, shares))
 
     def learn(self, matches: Matches, shares: Shares) -> None:
         """Take the result of a check."""
@@ -162,6 +168,16 @@ def compare(whole: StepResult, parts: StepResult, shares: Shares) -> Matches:
             if error is not None:
                 fitting[rule] = error
     return found
+
+
+def is_checked(step: int) -> bool:
+    """Whether a step is compared with the whole batch whatever is known: the first, then fewer.
+
+    Example:
+        >>> [step for step in range(20) if is_checked(step)]
+        [0, 1, 2, 3, 4, 8, 16]
+    """
+    return step < _ALWAYS_CHECKED or step & (step - 1) == 0
 
 
 def _undecided(rules: Collection[Rule], shares: Shares) -> bool:

@@ -183,7 +183,7 @@ class PipelineSession:
         finally:
             self._running = False
 
-    def look(self, call: StepCall) -> StepResult:
+    def look(self, call: StepCall, scope: LossScope) -> StepResult:
         """Run a step's forward in evaluation mode, and leave no trace (results: last stage).
 
         Dropout would tell the whole batch from its micro-batches, whatever their weights.
@@ -192,11 +192,12 @@ class PipelineSession:
         self.module.eval()
         try:
             with self._metrics.untouched():
-                program = self.run(replace(call, probing=True), LossScope.PER_SAMPLE)
+                program = self.run(replace(call, probing=True), scope)
         finally:
             for child, training in modes:
                 child.training = training
-        assert isinstance(program, StepProgram)
+        if isinstance(program, WholeBatchProgram):
+            return program.whole()
         ids = range(len(call.sizes)) if self.is_last else ()
         return StepResult(
             [program.outputs[i] for i in ids], [program.records[i] for i in ids], call.sizes
