@@ -52,4 +52,4 @@ def test_weights_for_a_module_that_has_data_are_refused(folder: Path) -> None:
     module = LightningModule()
     module.model = nn.Linear(1, 1)
     with pytest.raises(WeightError, match=r"have data already. Rule: .* Remedy: "):
-        Division.of(module, folder / "a.safetensors")
+        Division.of(module, folder / "a.safetensors", whole=False)

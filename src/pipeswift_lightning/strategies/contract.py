@@ -6,12 +6,13 @@ from contextlib import contextmanager
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 
 from pipeswift_lightning.runtime.mesh import Mesh
+from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.optimizers import unwrapped
 
 __all__ = ["ContractError", "check_layers", "check_module", "check_optimizers", "one_optimizer"]
@@ -43,13 +44,16 @@ def one_optimizer() -> Iterator[None]:
         raise
 
 
-def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
+def check_layers(network: PipelinedNetwork, mesh: Mesh) -> None:
     """Check that each stage gets a layer, and that layers can be intercepted.
 
     Raises:
-        ContractError: There are fewer layers than stages, or a layer has a forward pre-hook.
+        ContractError: There are fewer layers than stages, a layer has a forward pre-hook, or
+            something is compiled already.
     """
+    layers, name = network.layers, network.name
     num_layers = len(layers)
+    _check_not_compiled([network.module, *layers], name)
     hooked = [i for i, layer in enumerate(layers) if layer._forward_pre_hooks]
     if mesh.num_stages > 1 and hooked:
         msg = (
@@ -68,11 +72,22 @@ def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
         raise ContractError(msg)
 
 
-def check_module(module: LightningModule, precision: Precision, *, fitting: bool) -> None:
+def _check_not_compiled(modules: Sequence[nn.Module], name: str) -> None:
+    in_place = any(module._compiled_call_impl is not None for module in modules)
+    if in_place or any(isinstance(module, OptimizedModule) for module in modules):
+        msg = (
+            f"{name}, or a layer of it, has been compiled. Rule: a pipeline cuts the network at "
+            "its layers, and compiled code cannot be cut. Remedy: leave it uncompiled, and "
+            "PipeSwiftStrategy(compile=True) compiles each layer on its stage"
+        )
+        raise ContractError(msg)
+
+
+def check_module(module: LightningModule, *, fitting: bool) -> None:
     """Check what can be seen before the first batch.
 
     Raises:
-        ContractError: Manual optimisation, or fp16 with a gradient scaler.
+        ContractError: Manual optimisation.
     """
     if fitting and not module.automatic_optimization:
         msg = (
@@ -81,12 +96,6 @@ def check_module(module: LightningModule, precision: Precision, *, fitting: bool
             "call manual_backward() or step optimizers itself (GANs and other modules with "
             "several optimizers). Remedy: use automatic optimisation with one optimizer, or "
             'strategy="ddp" for this module'
-        )
-        raise ContractError(msg)
-    if getattr(precision, "scaler", None) is not None:
-        msg = (
-            'precision="16-mixed" needs one gradient scale on all stages, which is not built yet. '
-            'Remedy: precision="bf16-mixed" (no scaler), or 32-true'
         )
         raise ContractError(msg)
     batch_norms = [

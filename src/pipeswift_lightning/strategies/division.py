@@ -1,6 +1,6 @@
 """A module that was built on the meta device: each rank gives data to its own share alone."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipeswift_lightning.strategies.weights import NoWeights, WeightError, Weigh
 __all__ = ["Division", "divided_names"]
 
 _DIVIDED = "_pipeswift_divided"
+Find = Callable[[Collection[str]], Tensor | None]
 
 
 def divided_names(module: LightningModule) -> frozenset[str]:
@@ -42,7 +43,7 @@ class Division:
     def __init__(self, module: LightningModule, weights: str | Path | None) -> None:
         self._module = module
         self._begun_before = bool(divided_names(module))
-        self._checkpoint: Mapping[str, Any] | None = None
+        self._checkpoint: Find | None = None
         if not self._begun_before:
             module.__dict__[_DIVIDED] = absent_names(module)
         self._files = WeightFiles(weights) if weights is not None else NoWeights()
@@ -59,15 +60,25 @@ class Division:
         self._materialiser.buffers()
 
     @classmethod
-    def of(cls, module: LightningModule, weights: str | Path | None) -> "Division | None":
+    def of(
+        cls, module: LightningModule, weights: str | Path | None, *, whole: bool
+    ) -> "Division | None":
         """Return the division of ``module``, or ``None`` if it has no meta tensors.
+
+        Args:
+            module: The user's module.
+            weights: The file or folder that holds its parameters.
+            whole: Whether this rank has all parameters, and needs no first step to know it.
 
         Raises:
             WeightError: ``weights`` is given, but nothing waits for them.
         """
         tensors = (*module.parameters(), *module.buffers())
         if any(tensor.is_meta for tensor in tensors):
-            return cls(module, weights)
+            division = cls(module, weights)
+            if whole:
+                division.parameters(division.names)
+            return division
         if weights is not None and not divided_names(module):
             msg = (
                 f"weights={str(weights)!r}, but all parameters of {type(module).__name__} have "
@@ -105,19 +116,23 @@ class Division:
         """Take a checkpoint's state: for what has data now, and for what gets it later."""
         real = {k: v for k, v in self._module.state_dict().items() if not _is_meta(v)}
         self._module.load_state_dict({k: v for k, v in state.items() if k in real}, strict=False)
-        self._checkpoint = state
+        self.read_later(lambda names: next((state[name] for name in names if name in state), None))
+
+    def read_later(self, find: Find) -> None:
+        """Take parameters from a checkpoint, once it is known which of them live here."""
+        self._checkpoint = find
 
     def _find(self, names: Collection[str]) -> Tensor | None:
         if self._checkpoint is None:
             return self._files.find(names)
-        found = next((self._checkpoint[name] for name in names if name in self._checkpoint), None)
+        found = self._checkpoint(names)
         if found is None:
             msg = (
                 f"the checkpoint holds no {min(names)}. Rule: it is of the same module. Remedy: "
                 "resume with the configuration that wrote it"
             )
             raise MaterialiseError(msg)
-        return torch.as_tensor(found)
+        return found
 
 
 def _is_meta(value: object) -> bool:

@@ -1,6 +1,7 @@
 """From one call of a Lightning step hook to a run of the pipeline, and back."""
 
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import IntEnum
 from typing import Any
@@ -13,9 +14,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.strategies.loss_scope import (
+    NOTHING_FITS,
     LossPolicy,
     Matches,
     Shares,
@@ -60,6 +63,21 @@ class StepRunner:
         self._evaluated: dict[StepHook, int | None] = {}
         self._policy = LossPolicy(options.loss, rules_for(session.module, options))
 
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to draw and to choose as this one would have."""
+        return {
+            "seed": self._seed,
+            "evaluations": self._evaluations,
+            "largest_batch": self._largest_batch,
+            "loss": self._policy.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` has returned."""
+        self._seed, self._evaluations = state["seed"], state["evaluations"]
+        self._largest_batch = state["largest_batch"]
+        self._policy.load_state(state["loss"])
+
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
         self._session.progress.mark(f"preparing {hook.method}")
@@ -79,7 +97,11 @@ class StepRunner:
         total = num_samples(batch)
         training = hook is StepHook.TRAINING
         smaller = not training or total < self._largest_batch
-        plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
+        recorded = self._session.recorded
+        if recorded is not None and self._options.micro_batches is None and recorded.fits(total):
+            plan = MicroBatches(recorded.sizes)
+        else:
+            plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer
@@ -98,6 +120,7 @@ class StepRunner:
             seed=self._seeds(hook),
             loss_divisor=trainer.accumulate_grad_batches if training else 1,
             context=contexts[hook],
+            scale=_scale(precision),
             trainable=zlib.crc32(bytes(p.requires_grad for p in self._module.parameters())),
         )
 
@@ -203,7 +226,9 @@ class StepRunner:
         if session.is_last:
             found: Matches = {}
             if counted is not None and isinstance(program, WholeBatchProgram):
-                found = compare(program.whole(), session.by_micro_batch(program), counted)
+                found = NOTHING_FITS
+                if program.sizes == program.call.sizes:  # else rows are no samples
+                    found = compare(program.whole(), session.by_micro_batch(program), counted)
             result = (*program.result(), found)
         output, logs, matches = self._from_last_stage(result)
         if counted is not None:
@@ -221,3 +246,8 @@ class StepRunner:
         with in_collective("waiting for the last stage's loss and logs", session.progress):
             dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
         return tree_map_only(Tensor, lambda t: t.to(session.device), box[0])
+
+
+def _scale(precision: Precision) -> Callable[[Tensor], Tensor]:
+    scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
+    return scaler.scale if scaler is not None else lambda loss: loss

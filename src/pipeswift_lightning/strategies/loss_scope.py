@@ -17,7 +17,7 @@ from pipeswift_lightning.strategies.records import (
     merge_records,
 )
 
-__all__ = ["LossPolicy", "Matches", "Shares", "StepResult", "compare", "is_checked"]
+__all__ = ["NOTHING_FITS", "LossPolicy", "Matches", "Shares", "StepResult", "compare", "is_checked"]
 
 _ALWAYS_CHECKED = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -25,6 +25,7 @@ _LOSS = ""  # among the names of logged values
 
 Shares = Mapping[Rule, tuple[float, ...]]
 Matches = Mapping[str, Mapping[Rule, float]]  # the rules that fit each value, with relative errors
+NOTHING_FITS: Matches = {_LOSS: {}}
 
 
 class LossPolicy:
@@ -52,6 +53,25 @@ class LossPolicy:
         self._told_apart: dict[str, dict[Rule, float]] = {}
         self._checks_apart: dict[str, int] = {}
         self.whole = chosen is LossScope.WHOLE_BATCH
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to choose alike."""
+        left = {name: [str(rule) for rule in rules] for name, rules in self._left.items()}
+        return {
+            "chosen": str(self._chosen),
+            "steps": self._steps,
+            "whole": self.whole,
+            "left": left,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``, unless the user has chosen otherwise since."""
+        if state["chosen"] != self._chosen:
+            return
+        self._steps, self.whole = state["steps"], state["whole"]
+        for name, rules in state["left"].items():
+            left = tuple(Rule(rule) for rule in rules if rule in self._rules)
+            self._left[name] = left or self._left.get(name, self._rules)
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -1,6 +1,6 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing_extensions import override
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
+from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
     check_layers,
@@ -29,21 +30,23 @@ from pipeswift_lightning.strategies.contract import (
     check_optimizers,
     one_optimizer,
 )
+from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
-from pipeswift_lightning.strategies.division import Division, divided_names
+from pipeswift_lightning.strategies.division import Division
+from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.network import find_network
-from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
+from pipeswift_lightning.strategies.optimizers import clip_by_global_norm, unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
-from pipeswift_lightning.strategies.state_strategy import StateStrategy
+from pipeswift_lightning.strategies.sharded_strategy import ShardedStrategy
 from pipeswift_lightning.strategies.step_times import StepTimes
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(StateStrategy):
+class PipeSwiftStrategy(ShardedStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
@@ -75,6 +78,10 @@ class PipeSwiftStrategy(StateStrategy):
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
             memory allows, see `plan.lowering.lower`.
+        recompute: Layers whose inner activations are not kept, but computed once more in backward:
+            ``True`` for all, or so many of each stage, or a list with a number for each stage.
+        compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
+            its arguments.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -112,6 +119,8 @@ class PipeSwiftStrategy(StateStrategy):
         weights: str | Path | None = None,
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
+        recompute: bool | int | Sequence[int] = False,
+        compile: bool | str | Mapping[str, Any] = False,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -132,6 +141,8 @@ class PipeSwiftStrategy(StateStrategy):
                 loss=loss,
                 loss_weight=loss_weight,
                 receive_window=receive_window,
+                recompute=recompute,
+                compile=compile,
             ),
             silence_s=silence_s,
             backend=process_group_backend,
@@ -157,12 +168,12 @@ class PipeSwiftStrategy(StateStrategy):
         if module is None:
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(module, self.precision_plugin, fitting=fitting)
+        check_module(module, fitting=fitting)
         check_callbacks(trainer.callbacks, self.mesh)  # type: ignore[attr-defined]
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
             network = find_network(module, self._network_name)
-            check_layers(network.layers, self.mesh, network.name)
+            check_layers(network, self.mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -171,13 +182,11 @@ class PipeSwiftStrategy(StateStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(module, self.precision_plugin, fitting=fitting)
+        check_module(module, fitting=fitting)
         self.precision_plugin.convert_module(module)
         network = find_network(module, self._network_name)
-        check_layers(network.layers, self.mesh, network.name)
-        self._division = Division.of(module, self._weights)
-        if self._division is not None and self.mesh.num_stages == 1:
-            self._division.parameters(self._division.names)
+        check_layers(network, self.mesh)
+        self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
@@ -199,6 +208,9 @@ class PipeSwiftStrategy(StateStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._clip_globally()
+            self._scale_globally()
+            if DeferredRequeue.needed(trainer):
+                trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         self._session.open()
 
     def _equalise(self, module: nn.Module) -> None:
@@ -237,6 +249,12 @@ class PipeSwiftStrategy(StateStrategy):
 
         plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
 
+    def _scale_globally(self) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            assert self._collectives is not None
+            share_found_inf(scaler, self.root_device, self._collectives.sum_over_stages)
+
     # -- steps --------------------------------------------------------------------------------
 
     @override
@@ -246,6 +264,7 @@ class PipeSwiftStrategy(StateStrategy):
         self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
         self._handover.end(self.session.local_parameters())
+        self._after_step()
         self._step_times.add(self.session.recorder.events())
         return _with_leaf_loss(output)
 
@@ -284,6 +303,14 @@ class PipeSwiftStrategy(StateStrategy):
         return Precision.post_backward(self.precision_plugin, closure_loss, module)
 
     @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self.mesh.num_stages > 1:
+            closure = once(closure, unwrapped(optimizer))
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While gradients accumulate they are not reduced: once a step is enough."""
@@ -292,6 +319,15 @@ class PipeSwiftStrategy(StateStrategy):
             yield
         finally:
             self._sync_gradients = True
+
+    @override
+    def step_state(self) -> dict[str, Any]:
+        return {} if self._steps is None else self._steps.state()
+
+    @override
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        if self._steps is not None and state:
+            self._steps.load_state(state)
 
     # -- observing ----------------------------------------------------------------------------
 
@@ -323,8 +359,11 @@ class PipeSwiftStrategy(StateStrategy):
 
     @override
     def teardown(self) -> None:
-        session, self._session = self._session, None
         healthy = self._groups is not None and not self._watch.failed
+        if healthy:
+            self.finish_saves()
+        self._close_saver()
+        session, self._session = self._session, None
         whole = healthy or session is None or session.share is None
         if session is not None and healthy and self._collectives is not None:
             self._collectives.guarded(
@@ -333,8 +372,7 @@ class PipeSwiftStrategy(StateStrategy):
         elif session is not None:
             session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        divided = self.lightning_module is not None and divided_names(self.lightning_module)
-        if whole and divided and self.mesh.num_stages > 1:
+        if whole and self._is_divided:
             self._release_divided()
         elif whole:  # a module with absent parameters cannot be moved
             super().teardown()

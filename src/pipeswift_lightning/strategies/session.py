@@ -19,6 +19,7 @@ from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
 from pipeswift_lightning.runtime.communication import in_collective
+from pipeswift_lightning.runtime.compilation import Compilation
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
@@ -26,6 +27,7 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
+from pipeswift_lightning.runtime.recompute import Recomputation
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -37,8 +39,9 @@ from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 from pipeswift_lightning.strategies.records import recorded
-from pipeswift_lightning.strategies.stages import choose_partition
+from pipeswift_lightning.strategies.stages import check_fits, choose_partition
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
@@ -81,6 +84,7 @@ class PipelineSession:
         self.recorder = Recorder(groups.rank)
         self.plan: Plan | None = None
         self.progress = progress
+        self.recorded: RecordedPlan | None = None
         self._on_assembled = on_assembled
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
@@ -91,6 +95,8 @@ class PipelineSession:
             device=device,
             returned=returned,
         )
+        self._recomputation = Recomputation(network.layers)
+        self._compilation = Compilation(network.layers, dict(options.compile or ()))
         self._running = False
         self._changes = ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
@@ -121,6 +127,8 @@ class PipelineSession:
         """Intercept the network's layers."""
         if self.network.chain:
             self.network.module.forward = partial(_run_chain, self.network.layers)
+        for wrapper in (self._compilation, self._recomputation):
+            wrapper.install()  # before the cut, which calls what it finds there
         self._changes.enter_context(without_caches(self.module))
         self.cut.install()
         self._metrics.open()
@@ -260,7 +268,9 @@ class PipelineSession:
         if self.partition is None:
             self._assemble(trace)
         else:
-            self._check_fits(trace, hook)
+            assert self.share is not None
+            owners = self.share.owners
+            check_fits(self.module, self.network, trace, hook, self._order, owners, self.partition)
 
     def _discover(self, call: StepCall, first: Any) -> StepTrace:
         step = call.bound(self.module, first)
@@ -282,13 +292,16 @@ class PipelineSession:
     def _assemble_single(self) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
+            self._wrap(range(len(self.network.layers)))
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
-        self.partition = choose_partition(
-            self.module, self.network, trace, self.options.partition, self.num_stages
-        )
+        chosen = self.options.partition
+        if chosen is None and self.recorded is not None:
+            chosen = self.recorded.layers_for(trace.num_layers)
+        self.partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
         self._order = trace.order
+        self._wrap(trace.order[slice(*self._range())])
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
@@ -300,28 +313,11 @@ class PipelineSession:
         self.share.move_to(self.device)
         self._on_assembled()
 
-    def _check_fits(self, trace: StepTrace, hook: str) -> None:
-        assert self.partition is not None and self.share is not None  # noqa: PT018
-        if trace.order != self._order:
-            msg = (
-                f"{hook} calls the layers of {self.network.name} in the order {trace.order}, but "
-                f"the stages were cut for the order {self._order}. Rule: all steps call the same "
-                "layers in the same order"
-            )
-            raise CutError(msg)
-        owners = find_owners(
-            self.module, self.network.module, self.network.layers, trace, self.partition
-        )
-        for name, stages in owners.parameters.items():
-            missing = set(stages) - set(self.share.owners.parameters[name])
-            if name in trace.parameter_gaps and missing:
-                msg = (
-                    f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
-                    f"stage {self.share.owners.parameters[name]} only. Rule: code outside the "
-                    "layers uses a parameter at the same place in all steps. Remedy: make the "
-                    "module that holds it a layer, by configure_pipeline()"
-                )
-                raise CutError(msg)
+    def _wrap(self, layers: Sequence[int]) -> None:
+        """Compile the stage's layers, and recompute the first: they are held longest."""
+        num = self.options.num_recomputed(self.stage, len(layers), self.num_stages)
+        self._recomputation.choose(layers[:num])
+        self._compilation.choose(layers if self.options.compile is not None else ())
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
@@ -361,6 +357,8 @@ class PipelineSession:
         """Make the module whole again (unless the peers are gone) and let go of it."""
         self._metrics.close()
         self.cut.remove()
+        self._recomputation.remove()
+        self._compilation.remove()
         self._changes.close()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)

@@ -6,11 +6,12 @@ from lightning.pytorch import LightningModule
 
 from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
 from pipeswift_lightning.runtime.network_call import CutError
+from pipeswift_lightning.runtime.ownership import Owners, find_owners
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.layer_costs import layer_costs
 from pipeswift_lightning.strategies.network import PipelinedNetwork
 
-__all__ = ["choose_partition"]
+__all__ = ["check_fits", "choose_partition"]
 
 
 def choose_partition(
@@ -42,3 +43,46 @@ def choose_partition(
         )
         raise CutError(msg)
     return solve_partition(layer_costs(module, network.layers, trace), num_stages)
+
+
+def check_fits(
+    module: LightningModule,
+    network: PipelinedNetwork,
+    trace: StepTrace,
+    hook: str,
+    order: tuple[int, ...],
+    owners: Owners,
+    partition: Partition,
+) -> None:
+    """Check that another kind of step can run on the stages that the first one was cut into.
+
+    Args:
+        module: The user's module.
+        network: Its network.
+        trace: How the new kind of step's layers hang together.
+        hook: Which step it is.
+        order: The first kind's order of layers.
+        owners: The owners of parameters that the first kind led to.
+        partition: The stages.
+
+    Raises:
+        CutError: Layers come in another order, or a parameter is used on another stage.
+    """
+    if trace.order != order:
+        msg = (
+            f"{hook} calls the layers of {network.name} in the order {trace.order}, but the stages "
+            f"were cut for the order {order}. Rule: all steps call the same layers in the same "
+            "order"
+        )
+        raise CutError(msg)
+    found = find_owners(module, network.module, network.layers, trace, partition)
+    for name, stages in found.parameters.items():
+        missing = set(stages) - set(owners.parameters[name])
+        if name in trace.parameter_gaps and missing:
+            msg = (
+                f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
+                f"stage {owners.parameters[name]} only. Rule: code outside the layers uses a "
+                "parameter at the same place in all steps. Remedy: make the module that holds it a "
+                "layer, by configure_pipeline()"
+            )
+            raise CutError(msg)

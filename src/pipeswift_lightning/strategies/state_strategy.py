@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from pipeswift_lightning.strategies.checkpoint import gather_module_state, gather_optimizer_state
 from pipeswift_lightning.strategies.devices import move_buffers
-from pipeswift_lightning.strategies.division import Division
+from pipeswift_lightning.strategies.division import Division, divided_names
 from pipeswift_lightning.strategies.mesh_strategy import MeshStrategy
 from pipeswift_lightning.strategies.optimizers import OptimizerNames
 from pipeswift_lightning.strategies.session import PipelineSession
@@ -55,6 +55,11 @@ class StateStrategy(MeshStrategy):
         waiting, self._waiting_states = self._waiting_states, None
         if waiting is not None:
             self.load_optimizer_state_dict(waiting)
+
+    @property
+    def _is_divided(self) -> bool:
+        module = self.lightning_module
+        return module is not None and self.mesh.num_stages > 1 and bool(divided_names(module))
 
     def _release_divided(self) -> None:
         """Do what Lightning does at the end, for a module that is not whole here."""

@@ -41,6 +41,7 @@ class StepCall:
         seed: Seeds of the step's random streams.
         loss_divisor: Divides the loss before its backward (``accumulate_grad_batches``).
         context: The precision plugin's context for the hook.
+        scale: Multiplies the loss before its backward (fp16's gradient scaler).
         trainable: Tells apart which parameters are frozen: it decides what needs a gradient.
         weighting: What each micro-batch counts for the loss and the logged values.
         probing: Whether the step only looks, and is not differentiated.
@@ -54,6 +55,7 @@ class StepCall:
     seed: tuple[int, ...]
     loss_divisor: int
     context: Callable[[], AbstractContextManager[Any]]
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss
     trainable: int = 0
     weighting: Weighting = field(default_factory=Weighting)
     probing: bool = False
@@ -122,7 +124,7 @@ class StepProgram(StageProgram):
         loss, weight = loss_of(output), self.call.loss_weights[micro_batch]
         if loss is None or weight == 0:  # a mean over no tokens is nan, and nan * 0 too
             return None
-        return loss * (weight / self.call.loss_divisor)
+        return self.call.scale(loss * (weight / self.call.loss_divisor))
 
     @override
     def backward(self, micro_batch: int, loss: Tensor) -> None:

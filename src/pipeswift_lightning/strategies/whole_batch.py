@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from pipeswift_lightning.plan.microbatches import split_batch_size
 from pipeswift_lightning.runtime.arrival import Arrival
-from pipeswift_lightning.runtime.batching import batch_signature, split_batch
+from pipeswift_lightning.runtime.batching import batch_signature, num_samples, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.rng import reseeder
@@ -121,11 +122,16 @@ def _join_tensors(
     return torch.cat(detached)
 
 
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
 @dataclass(slots=True)
 class WholeBatchProgram(StageProgram):
     """Runs the network of one stage for each micro-batch, and the user's step once.
 
     Attributes:
+        sizes: Rows of the network's arguments in each micro-batch; samples, as a rule.
         output: On the last stage, what the step returned for the batch.
         records: On the last stage, its calls of ``self.log``.
     """
@@ -136,6 +142,7 @@ class WholeBatchProgram(StageProgram):
     first: int
     last: int
     call: StepCall
+    sizes: tuple[int, ...] = ()
     output: Any = None
     records: list[LogRecord] = field(default_factory=list)
     _calls: list[tuple[Any, Any]] = field(default_factory=list)
@@ -143,16 +150,44 @@ class WholeBatchProgram(StageProgram):
     _outputs: dict[int, Any] = field(default_factory=dict)
     _joined: _Joined | None = None
 
+    def __post_init__(self) -> None:
+        self.sizes = self.sizes or self.call.sizes
+
     def prepare(self) -> None:
         """Run the step up to the network's call, and split the call's arguments."""
-        step = self.call.bound(self.module, self.call.batch)
+        args, kwargs = self._captured(self.call.batch)
+        arguments = self._detached((args, kwargs))
+        rows = num_samples(arguments)
+        if rows != sum(self.call.sizes):  # two batches joined, or each sample seen twice
+            self.sizes = split_batch_size(rows, len(self.call.sizes))
+        self._calls = list(split_batch(arguments, self.sizes))
+        if any(leaf.shape[0] > rows for leaf in tree_flatten(arguments)[0] if _has_rows(leaf)):
+            self._split_packed(arguments)
+
+    def _captured(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        step = self.call.bound(self.module, batch)
         with recorded(self.module), self.call.context():
             reseeder(self.cut.device, *self.call.seed, _WHOLE)(0, False)  # noqa: FBT003 -- a gap
-            args, kwargs = self.cut.call.capture(
+            return self.cut.call.capture(
                 step, step_name=self.call.hook, absent_parameters=self.first > 0
             )
-        arguments = self._detached((args, kwargs))
-        self._calls = list(split_batch(arguments, self.call.sizes))
+
+    def _split_packed(self, arguments: Any) -> None:
+        """Split arguments whose rows are no samples, such as the patches of all images.
+
+        How many rows a micro-batch has of them is seen in the call that its own step makes.
+        """
+        own = [tree_flatten(self._captured(batch))[0] for batch in self.call.micro_batches]
+        calls = [tree_flatten(call) for call in self._calls]
+        for i, leaf in enumerate(tree_flatten(arguments)[0]):
+            if not _has_rows(leaf) or any(len(mine) <= i or not _has_rows(mine[i]) for mine in own):
+                continue
+            rows = [mine[i].shape[0] for mine in own]
+            if sum(rows) == leaf.shape[0]:
+                parts = torch.unsafe_split_with_sizes(leaf, rows)
+                for (leaves, _), part in zip(calls, parts, strict=True):
+                    leaves[i] = part
+        self._calls = [tree_unflatten(leaves, spec) for leaves, spec in calls]
 
     def _detached(self, arguments: Any) -> Any:
         """Cut the graph at the network's arguments: it is walked once, after all micro-batches."""
@@ -187,7 +222,7 @@ class WholeBatchProgram(StageProgram):
         if self._joined is None:
             self.finish()
         assert self._joined is not None
-        tensors, gradients = self._joined.gradients(micro_batch, self.call.sizes)
+        tensors, gradients = self._joined.gradients(micro_batch, self.sizes)
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
@@ -201,7 +236,7 @@ class WholeBatchProgram(StageProgram):
         ids = range(len(self.call.sizes))
         self._joined = join_outputs(
             [self._outputs[i] for i in ids],
-            self.call.sizes,
+            self.sizes,
             self.cut.network_name,
             self.call.weighting.loss,
         )
@@ -209,7 +244,7 @@ class WholeBatchProgram(StageProgram):
         self.output = without_graph(output)
         loss = loss_of(output) if self.call.training else None
         if loss is not None:
-            self.module.backward(loss / self.call.loss_divisor)
+            self.module.backward(self.call.scale(loss / self.call.loss_divisor))
         self._joined.take_gradients()
 
     def complete(self, *, is_last: bool) -> None:
