@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from pipeswift_lightning.strategies.contract import (
 )
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
+from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
@@ -62,10 +64,16 @@ class PipeSwiftStrategy(ShardedStrategy):
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
-        loss: ``"per_sample"`` if the loss is a mean over samples: each micro-batch's is weighted by
-            its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
-            tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
+        loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
+            each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
+            not (a contrastive loss): it runs once on all outputs, with every micro-batch in
             flight. ``"auto"`` compares the two in the first steps, and now and then.
+        loss_weight: What a micro-batch's loss counts by, among those of its batch: its
+            ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
+            Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
+            ``micro_batch_weight(micro_batch)`` of the LightningModule overrides it.
+        weights: A safetensors file, or a folder as Hugging Face writes it, for a module that
+            ``configure_model()`` builds on the meta device: each rank reads its own stage's.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
@@ -107,6 +115,8 @@ class PipeSwiftStrategy(ShardedStrategy):
         network: str | None = None,
         partition: Sequence[int] | None = None,
         loss: str = "auto",
+        loss_weight: str = "auto",
+        weights: str | Path | None = None,
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
         recompute: bool | int | Sequence[int] = False,
@@ -129,6 +139,7 @@ class PipeSwiftStrategy(ShardedStrategy):
                 partition=partition,
                 dynamic_shapes=dynamic_shapes,
                 loss=loss,
+                loss_weight=loss_weight,
                 receive_window=receive_window,
                 recompute=recompute,
                 compile=compile,
@@ -143,6 +154,7 @@ class PipeSwiftStrategy(ShardedStrategy):
             precision_plugin=precision_plugin,
         )
         self._network_name = network
+        self._weights = weights
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
         self._sync_gradients = True
@@ -174,6 +186,7 @@ class PipeSwiftStrategy(ShardedStrategy):
         self.precision_plugin.convert_module(module)
         network = find_network(module, self._network_name)
         check_layers(network, self.mesh)
+        self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
@@ -204,7 +217,7 @@ class PipeSwiftStrategy(ShardedStrategy):
         """Start all ranks from rank 0's values, whether or not the user seeded everything."""
         if self._collectives is None or self.mesh.world_size == 1:
             return
-        tensors = [t.data for t in (*module.parameters(), *module.buffers())]
+        tensors = [t.data for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
         self._collectives.guarded(
             "waiting for rank 0's initial parameters",
             lambda: broadcast_tensors(tensors, 0, None, self.root_device),
@@ -359,7 +372,9 @@ class PipeSwiftStrategy(ShardedStrategy):
         elif session is not None:
             session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if whole:  # a module with absent parameters cannot be moved
+        if whole and self._is_divided:
+            self._release_divided()
+        elif whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
         if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():

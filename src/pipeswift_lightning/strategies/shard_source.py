@@ -1,6 +1,6 @@
 """A checkpoint in shards, as one rank reads it: what belongs here, whatever topology wrote it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,16 @@ class ShardSource:
         extra = self.extra_state()
         if extra:
             module.load_state_dict(extra, strict=False)
+
+    def find(self, names: Collection[str]) -> Tensor | None:
+        """Return the parameter of any of these names, or ``None``."""
+        key = next((f"{MODEL}{n}" for n in names if f"{MODEL}{n}" in self.table), None)
+        if key is None:
+            return None
+        dtype, shape = self.table[key]
+        found = torch.empty(shape, dtype=dtype)
+        read_tensors(self.path, {key: found})
+        return found
 
     def described_model(self) -> dict[str, Tensor]:
         """Return a state dict of tensors without data, for hooks that look at names and shapes."""
