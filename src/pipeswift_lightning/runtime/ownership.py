@@ -41,16 +41,29 @@ class ParameterTable:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The stages that own each parameter and buffer, by canonical name."""
+    """The stages that own each parameter and buffer, by canonical name.
+
+    Attributes:
+        parameters: Stages of each parameter.
+        buffers: Stage of each buffer.
+        replicated: Parameters whose every owner computes the whole gradient by itself.
+    """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, int]
+    replicated: frozenset[str] = frozenset()
+
+    @classmethod
+    def everywhere(cls, table: ParameterTable, num_stages: int) -> "Owners":
+        """Return owners by which every stage has all, and computes with all of it."""
+        stages = tuple(range(num_stages))
+        return cls(dict.fromkeys(table.aliases, stages), {}, frozenset(table.aliases))
 
     def shared(self) -> dict[tuple[int, ...], list[str]]:
-        """Parameters with several owners, by owners."""
+        """Parameters whose gradients are summed over several owners, by owners."""
         result: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.parameters.items():
-            if len(stages) > 1:
+            if len(stages) > 1 and name not in self.replicated:
                 result.setdefault(stages, []).append(name)
         return result
 
@@ -149,6 +162,7 @@ class LocalShare:
         """
         replica = groups.coordinate.replica
         parameters = dict(self.module.named_parameters())
+        trainable = self._trainable(groups, parameters)
         for name, stages in self.owners.parameters.items():
             source = groups.mesh.rank(stage=stages[0], replica=replica)
             parameter = parameters[name]
@@ -156,11 +170,20 @@ class LocalShare:
                 original = self._given_up.pop(name)
                 # On the host: the whole module need not fit the device.
                 original.data = torch.empty_like(parameter, device="cpu")
-                original.requires_grad_(parameter.requires_grad)
+                original.requires_grad_(trainable[name])
                 self._place(name, original)
                 parameter = original
             broadcast_tensors([parameter.data], source, groups.pipeline, device)
         self._bring_back_buffers(groups)
+
+    def _trainable(
+        self, groups: MeshGroups, parameters: Mapping[str, nn.Parameter]
+    ) -> dict[str, bool]:
+        """Ask the owners which parameters need a gradient: optimizers are toggled there only."""
+        own = {n: p.requires_grad for n, p in parameters.items() if n not in self._given_up}
+        every: list[dict[str, bool]] = [{} for _ in range(groups.mesh.num_stages)]
+        dist.all_gather_object(every, own, group=groups.pipeline)
+        return {name: flag for part in every for name, flag in part.items()}
 
     def _bring_back_buffers(self, groups: MeshGroups) -> None:
         """Fetch buffers as objects: a step may have made them, or changed their shapes."""

@@ -38,6 +38,8 @@ class StepTrace:
         unnameable: Cuts that no stage could feed: boundary -> reason.
         calls_network: Whether the step calls the network itself, not its layers one by one.
         returns_scalar: Whether the network returns a scalar, such as a loss of its own.
+        returned_rows: The first dims of the tensors that the network returns; -1 for a scalar.
+        calls_again: Whether the step was seen to call the network once more.
     """
 
     order: tuple[int, ...]
@@ -48,6 +50,8 @@ class StepTrace:
     unnameable: Mapping[int, str] = field(default_factory=dict)
     calls_network: bool = True
     returns_scalar: bool = False
+    returned_rows: frozenset[int] = frozenset()
+    calls_again: bool = False
 
     @property
     def num_layers(self) -> int:

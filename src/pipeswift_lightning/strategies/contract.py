@@ -1,7 +1,8 @@
 """Refuse at start what a pipeline cannot do, with the reason and the remedy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,9 +13,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pipeswift_lightning.runtime.mesh import Mesh
+from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.optimizers import unwrapped
 
-__all__ = ["ContractError", "check_layers", "check_module", "check_optimizers", "one_optimizer"]
+__all__ = [
+    "ABSENT_LOSS",
+    "ContractError",
+    "check_callbacks",
+    "check_layers",
+    "check_module",
+    "check_optimizers",
+    "evaluated_once",
+    "one_optimizer",
+    "pipelined",
+]
 
 
 class ContractError(RuntimeError):
@@ -22,9 +34,18 @@ class ContractError(RuntimeError):
 
 
 _SEVERAL = (
-    "configure_optimizers returned several optimizers. Rule: a pipeline steps one optimizer a "
-    "batch, by automatic optimisation. Remedy: put all parameters into the groups of one optimizer "
-    '(each group may have its own learning rate), or strategy="ddp" for this module'
+    "configure_optimizers returned several optimizers. Rule: automatic optimisation steps one "
+    "optimizer a batch. Remedy: set self.automatic_optimization = False and step them in "
+    "training_step, or put all parameters into the groups of one optimizer (each group may have "
+    "its own learning rate)"
+)
+
+
+ABSENT_LOSS = (
+    "the loss depends on parameters of a pipelined network that live on another stage. Rule: the "
+    "step uses a pipelined network by calling it. Remedy: compute what needs its parameters "
+    "(a penalty, say) within its forward, use weight_decay, or leave the network whole on each "
+    "rank by naming the others in PipeSwiftStrategy(network=[...])"
 )
 
 
@@ -50,15 +71,7 @@ def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
         ContractError: There are fewer layers than stages, or a layer has a forward pre-hook.
     """
     num_layers = len(layers)
-    hooked = [i for i, layer in enumerate(layers) if layer._forward_pre_hooks]
-    if mesh.num_stages > 1 and hooked:
-        msg = (
-            f"layer {hooked[0]} of {name} has a forward pre-hook (old-style spectral_norm or "
-            "weight_norm, say), which would see values of other stages. Remedy: use "
-            "torch.nn.utils.parametrizations, or put the layer into a module of its own, such as "
-            "nn.Sequential(layer) within the block"
-        )
-        raise ContractError(msg)
+    _check_hooks(layers, mesh, name)
     if mesh.num_stages > num_layers:
         msg = (
             f"{name} has {num_layers} layers, but {mesh.num_stages} stages are asked for. Rule: "
@@ -68,21 +81,46 @@ def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
         raise ContractError(msg)
 
 
+def _check_hooks(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
+    hooked = [i for i, layer in enumerate(layers) if layer._forward_pre_hooks]
+    if mesh.num_stages > 1 and hooked:
+        msg = (
+            f"layer {hooked[0]} of {name} has a forward pre-hook (old-style spectral_norm or "
+            "weight_norm, say), which would see values of other stages. Remedy: use "
+            "torch.nn.utils.parametrizations, or put the layer into a module of its own, such as "
+            "nn.Sequential(layer) within the block"
+        )
+        raise ContractError(msg)
+
+
+def pipelined(networks: Sequence[PipelinedNetwork], mesh: Mesh) -> list[PipelinedNetwork]:
+    """Return the networks that have a layer for each stage; the others stay whole everywhere.
+
+    Raises:
+        ContractError: There are none, or a layer has a forward pre-hook.
+    """
+    found = [n for n in networks if len(n.layers) >= mesh.num_stages and n.has_forward]
+    for network in found:
+        _check_hooks(network.layers, mesh, network.name)
+    if not found:
+        layers = ", ".join(f"{n.name} has {len(n.layers)} layers" for n in networks)
+        most = max(len(n.layers) for n in networks)
+        msg = (
+            f"{layers}, but {mesh.num_stages} stages are asked for. Rule: of the networks that a "
+            f"step calls, one has a layer for each stage. Remedy: stages={most} or fewer (devices "
+            "beyond that replicate the pipeline), or return finer layers from "
+            'configure_pipeline(), or PipeSwiftStrategy(network="self")'
+        )
+        raise ContractError(msg)
+    return found
+
+
 def check_module(module: LightningModule, precision: Precision, *, fitting: bool) -> None:
     """Check what can be seen before the first batch.
 
     Raises:
-        ContractError: Manual optimisation, or fp16 with a gradient scaler.
+        ContractError: fp16 with a gradient scaler.
     """
-    if fitting and not module.automatic_optimization:
-        msg = (
-            f"{type(module).__name__} sets automatic_optimization=False. Rule: the pipeline runs "
-            "forward and backward of several micro-batches interleaved, so training_step cannot "
-            "call manual_backward() or step optimizers itself (GANs and other modules with "
-            "several optimizers). Remedy: use automatic optimisation with one optimizer, or "
-            'strategy="ddp" for this module'
-        )
-        raise ContractError(msg)
     if getattr(precision, "scaler", None) is not None:
         msg = (
             'precision="16-mixed" needs one gradient scale on all stages, which is not built yet. '
@@ -120,13 +158,14 @@ def check_callbacks(callbacks: Sequence[object], mesh: Mesh) -> None:
             raise ContractError(msg)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
     """Check what ``configure_optimizers`` returned.
 
     Raises:
-        ContractError: Several optimizers, or one that evaluates the step more than once.
+        ContractError: Several optimizers under automatic optimisation, or one that evaluates the
+            step more than once.
     """
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and module.automatic_optimization:
         raise ContractError(_SEVERAL)
     for optimizer in optimizers:
         if isinstance(unwrapped(optimizer), torch.optim.LBFGS):
@@ -136,3 +175,27 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
                 "such as AdamW"
             )
             raise ContractError(msg)
+
+
+def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+    """Return a closure that an optimizer may evaluate once a step.
+
+    One that evaluates it again does so to compare or combine what it has seen, most often by norms
+    over all parameters (sharpness-aware minimisation, line searches), which no stage has.
+    """
+    name, calls = type(unwrapped(optimizer)).__name__, 0
+
+    def once() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            msg = (
+                f"{name} evaluates the step more than once before it updates parameters. Rule: an "
+                "optimizer sees one evaluation, since what it computes over all parameters "
+                "would differ from stage to stage. Remedy: a first-order optimizer such as AdamW, "
+                "or stages=1"
+            )
+            raise ContractError(msg)
+        return closure()
+
+    return once

@@ -1,7 +1,7 @@
 """What a user may choose about the pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pipeswift_lightning.plan.microbatches import (
@@ -25,6 +25,7 @@ class LossScope(StrEnum):
     AUTO = "auto"
     PER_SAMPLE = "per_sample"
     WHOLE_BATCH = "whole_batch"
+    TRANSPARENT = "transparent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class PipelineOptions:
     dynamic_shapes: bool = False
     loss: LossScope = LossScope.AUTO
     receive_window: int | None = None
+    network: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
@@ -73,6 +75,7 @@ class PipelineOptions:
         dynamic_shapes: bool,
         loss: str,
         receive_window: int | None,
+        network: str | Sequence[str] | None,
     ) -> "PipelineOptions":
         """Check and freeze what the user gave."""
         if isinstance(micro_batches, str) and micro_batches != "auto":
@@ -96,6 +99,7 @@ class PipelineOptions:
             dynamic_shapes=dynamic_shapes,
             loss=LossScope(loss),
             receive_window=receive_window,
+            network=(network,) if isinstance(network, str) else tuple(network) if network else None,
         )
 
     def sizes(self, batch_size: int, num_stages: int, *, may_be_smaller: bool) -> MicroBatches:
@@ -119,6 +123,22 @@ class PipelineOptions:
         if batch_size < wanted and not may_be_smaller:
             _too_small(batch_size, wanted)
         return MicroBatches(split_batch_size(batch_size, min(wanted, batch_size)))
+
+    def call_sizes(self, num_samples: int, num_stages: int) -> MicroBatches:
+        """Return the micro-batches of one call of a network, which may see any number of samples.
+
+        Listed sizes hold for calls of as many samples; others get as many micro-batches.
+
+        Example:
+            >>> PipelineOptions(micro_batches=(3, 1)).call_sizes(8, num_stages=2).sizes
+            (4, 4)
+        """
+        wanted = self.micro_batches
+        if isinstance(wanted, tuple) and num_samples > sum(wanted):
+            wanted = len(wanted)
+        return replace(self, micro_batches=wanted).sizes(
+            num_samples, num_stages, may_be_smaller=True
+        )
 
     @staticmethod
     def _listed_sizes(

@@ -1,6 +1,6 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,18 +22,26 @@ from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.contract import (
+    ABSENT_LOSS,
+    ContractError,
     check_callbacks,
     check_layers,
     check_module,
     check_optimizers,
+    evaluated_once,
     one_optimizer,
+    pipelined,
 )
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
-from pipeswift_lightning.strategies.network import find_network
+from pipeswift_lightning.strategies.network import (
+    PipelinedNetwork,
+    find_network,
+    find_networks,
+)
 from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.state_strategy import StateStrategy
 from pipeswift_lightning.strategies.step_times import StepTimes
@@ -80,7 +88,7 @@ class PipeSwiftStrategy(StateStrategy):
         OptionError: An argument is out of its range.
 
     Example:
-        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch import LightningModule, Trainer
         >>> import pipeswift_lightning
         >>> trainer = Trainer(
         ...     strategy=PipeSwiftStrategy(micro_batches=8), accelerator="cpu", devices=2,
@@ -97,7 +105,7 @@ class PipeSwiftStrategy(StateStrategy):
         micro_batches: int | str | Sequence[int] | None = "auto",
         schedule: str = "1f1b",
         warm_up: Sequence[int] | float | None = None,
-        network: str | None = None,
+        network: str | Sequence[str] | None = None,
         partition: Sequence[int] | None = None,
         loss: str = "auto",
         dynamic_shapes: bool = False,
@@ -121,6 +129,7 @@ class PipeSwiftStrategy(StateStrategy):
                 dynamic_shapes=dynamic_shapes,
                 loss=loss,
                 receive_window=receive_window,
+                network=network,
             ),
             silence_s=silence_s,
             backend=process_group_backend,
@@ -131,7 +140,6 @@ class PipeSwiftStrategy(StateStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._network_name = network
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
         self._sync_gradients = True
@@ -149,8 +157,22 @@ class PipeSwiftStrategy(StateStrategy):
         check_callbacks(trainer.callbacks, self.mesh)  # type: ignore[attr-defined]
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
-            network = find_network(module, self._network_name)
-            check_layers(network.layers, self.mesh, network.name)
+            self._find_networks(module)
+
+    def _find_networks(self, module: LightningModule) -> tuple[list[PipelinedNetwork], str | None]:
+        """Return what is pipelined, and why every rank runs whole steps, if that is known."""
+        names, why = self.options.network, None
+        if self.options.loss is LossScope.TRANSPARENT:
+            why = 'loss="transparent"'
+        elif not module.automatic_optimization:
+            why = f"{type(module).__name__} sets automatic_optimization=False"
+        elif names is not None and len(names) > 1:
+            why = f"network={list(names)} names several"
+        if why is not None:
+            return pipelined(find_networks(module, names), self.mesh), why
+        network = find_network(module, names[0] if names else None)
+        check_layers(network.layers, self.mesh, network.name)
+        return [network], None
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -161,13 +183,12 @@ class PipeSwiftStrategy(StateStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_module(module, self.precision_plugin, fitting=fitting)
         self.precision_plugin.convert_module(module)
-        network = find_network(module, self._network_name)
-        check_layers(network.layers, self.mesh, network.name)
+        networks, why = self._find_networks(module)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
             module,
-            network,
+            networks[0],
             self.groups,
             self.options,
             self.root_device,
@@ -178,12 +199,14 @@ class PipeSwiftStrategy(StateStrategy):
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
+            check_optimizers(module, self.optimizers)
             self._names.remember(module, self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             self._clip_globally()
+        if why is not None:
+            self._session.make_transparent(networks, why)
         self._session.open()
 
     def _equalise(self, module: nn.Module) -> None:
@@ -228,11 +251,15 @@ class PipeSwiftStrategy(StateStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        self._handover.begin(module)
+        aside = self.session.transparent is None
+        if aside:
+            self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
-        self._handover.end(self.session.local_parameters())
+        if aside:
+            self._handover.end(self.session.local_parameters())
         self._step_times.add(self.session.recorder.events())
-        return _with_leaf_loss(output)
+        # A step that every rank runs whole has a loss with a graph, for Lightning to walk.
+        return output if self.session.transparent is not None else _with_leaf_loss(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,13 +287,37 @@ class PipeSwiftStrategy(StateStrategy):
         """Hand the step's gradients over, between the hooks that Lightning calls around it."""
         module = self.lightning_module
         assert module is not None
+        if self.session.transparent is not None:
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
         # The hooks alone: a scaling plugin must not touch a loss that is only looked at.
         Precision.pre_backward(self.precision_plugin, closure_loss, module)
         self._handover.hand_over(self.session.local_parameters())
+        self._reduce_gradients()
+        return Precision.post_backward(self.precision_plugin, closure_loss, module)
+
+    def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kw: Any) -> Tensor:
+        """Walk the graph of a step that every rank has run whole."""
+        if loss.is_meta:
+            raise ContractError(ABSENT_LOSS)
+        try:
+            result = super().backward(loss, optimizer, *args, **kw)
+        except CommunicationError as error:
+            raise self._watch.root_cause(error, self.mesh) from None
+        self._reduce_gradients()
+        return result
+
+    def _reduce_gradients(self) -> None:
         if self._sync_gradients:
             assert self._collectives is not None
             self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
-        return Precision.post_backward(self.precision_plugin, closure_loss, module)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.mesh.num_stages > 1:
+            closure = evaluated_once(closure, optimizer)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override
     @contextmanager

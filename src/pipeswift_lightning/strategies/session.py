@@ -1,22 +1,26 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.plan.microbatches import MicroBatches
-from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
+from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
-from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
+from pipeswift_lightning.runtime.batching import (
+    batch_checksum,
+    describe_batch,
+    structure_of,
+    tensor_versions,
+)
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
@@ -30,13 +34,16 @@ from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
-from pipeswift_lightning.strategies.layer_costs import layer_costs
+from pipeswift_lightning.strategies.assembly import check_owners, choose_partition
+from pipeswift_lightning.strategies.contract import pipelined
 from pipeswift_lightning.strategies.loss_scope import difference
 from pipeswift_lightning.strategies.metrics import SharedMetrics
-from pipeswift_lightning.strategies.network import PipelinedNetwork
+from pipeswift_lightning.strategies.module_state import unchanged
+from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
+from pipeswift_lightning.strategies.transparent import TransparentNetworks
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["PipelineSession"]
@@ -74,7 +81,8 @@ class PipelineSession:
         self.options = options
         self.device = device
         self.partition: Partition | None = None
-        self.share: LocalShare | None = None
+        self.transparent: TransparentNetworks | None = None
+        self._cut_share: LocalShare | None = None
         self.recorder = Recorder(groups.rank)
         self.plan: Plan | None = None
         self.progress = progress
@@ -105,16 +113,36 @@ class PipelineSession:
         return self.groups.coordinate.stage
 
     @property
+    def share(self) -> LocalShare | None:
+        """What this rank holds; ``None`` while that is the whole module."""
+        return self._cut_share if self.transparent is None else self.transparent.share
+
+    @property
     def is_last(self) -> bool:
         """Whether the user's loss runs here."""
         return self.stage == self.num_stages - 1
 
     def open(self) -> None:
         """Intercept the network's layers."""
-        if self.network.chain:
-            self.network.module.forward = partial(_run_chain, self.network.layers)
-        self.cut.install()
         self._metrics.open()
+        if self.transparent is None:
+            self.network.module.__dict__.update(chained(self.network))
+            self.cut.install()
+
+    def make_transparent(self, networks: Sequence[PipelinedNetwork], why: str) -> None:
+        """From now on let every rank run whole steps; only before the module has been cut."""
+        if self.cut.is_installed:
+            self._remove_cut()
+        self.transparent = TransparentNetworks(
+            self.module,
+            networks,
+            self.groups,
+            self.options,
+            self.device,
+            self._executor,
+            self._on_assembled,
+        )
+        self.transparent.open(why)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -141,7 +169,7 @@ class PipelineSession:
                 "layers": str(self._order),
                 "loss": scope,
             }
-            self._agree({**facts, **self._batch_facts(call)})
+            self._agree({**facts, **self._batch_facts(call.hook, call.batch)})
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
             self._running = True
@@ -150,6 +178,24 @@ class PipelineSession:
             finally:
                 self._running = False
         return program
+
+    @contextmanager
+    def whole_step(self, hook: str, batch: Any, seeds: tuple[int, ...]) -> Iterator[None]:
+        """Run a block as a step that every rank runs whole.
+
+        Raises:
+            DisagreementError: The ranks drew different batches.
+        """
+        assert self.transparent is not None
+        self.progress.step = (self.progress.step or 0) + 1
+        self._agree(self._batch_facts(hook, batch))
+        self.recorder.begin()
+        self._running = True
+        try:
+            with self.transparent.step(seeds):
+                yield
+        finally:
+            self._running = False
 
     def _execute(
         self, program: StepProgram | WholeBatchProgram, plan: Plan, *, training: bool
@@ -194,13 +240,13 @@ class PipelineSession:
             self.plan = plan
         return plan
 
-    def _batch_facts(self, call: StepCall) -> dict[str, str]:
+    def _batch_facts(self, hook: str, batch: Any) -> dict[str, str]:
         trainer = self.module.trainer
         return {
-            "hook": call.hook,
+            "hook": hook,
             "batches in an epoch": str(trainer.num_training_batches),
-            "batch": describe_batch(call.batch),
-            "samples (checksum)": str(batch_checksum(call.batch)),
+            "batch": describe_batch(batch),
+            "samples (checksum)": str(batch_checksum(batch)),
         }
 
     def _agree(self, facts: Mapping[str, str]) -> None:
@@ -218,11 +264,16 @@ class PipelineSession:
             if len(call.sizes) == 1:
                 return None
         first = call.micro_batches[0]
-        key = (call.hook, self.module.training, _structure(first))
+        key = (call.hook, self.module.training, structure_of(first))
         trace = self._traces.get(key)
         if trace is None:
-            self._agree(self._batch_facts(call))
+            self._agree(self._batch_facts(call.hook, call.batch))
             trace = self._discover(call, first)
+            if trace.calls_again and self.options.loss is LossScope.AUTO and not self._traces:
+                why = f"{call.hook} calls {self.network.name} more than once"
+                networks = find_networks(self.module, self.options.network)
+                self.make_transparent(pipelined(networks, self.groups.mesh), why)
+                return trace
             if self.num_stages > 1:
                 self._fit_to(trace, call.hook)
             self._traces[key] = trace
@@ -235,14 +286,21 @@ class PipelineSession:
             self._check_fits(trace, hook)
 
     def _discover(self, call: StepCall, first: Any) -> StepTrace:
+        # A copy: the code after the network runs as well, as far as it can.
+        first = tree_map_only(torch.Tensor, torch.clone, first)
         step = call.bound(self.module, first)
-        versions = tensor_versions(first)
+        before = tensor_versions(first)
+        after: list[list[int]] = []
         reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
-        untouched = self._metrics.untouched()
-        with recorded(self.module), untouched, torch.no_grad(), call.context():
-            names = ParameterTable.of(self.module).names
-            trace = self.cut.discover(step, step_name=call.hook, names=names)
-        if tensor_versions(first) != versions:
+        untouched = self._metrics.untouched(), unchanged(self.module)
+        with recorded(self.module), untouched[0], untouched[1], torch.no_grad(), call.context():
+            trace = self.cut.discover(
+                step,
+                step_name=call.hook,
+                names=ParameterTable.of(self.module).names,
+                at_return=lambda: after.append(tensor_versions(first)),
+            )
+        if (after[0] if after else tensor_versions(first)) != before:
             msg = (
                 f"{call.hook} changes its batch in place. Rule: a step runs more than once on the "
                 "same batch (on each stage, and for its loss). Remedy: write x = x / 2 instead of "
@@ -257,47 +315,20 @@ class PipelineSession:
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
-        self.partition = self._solve(trace)
+        self.partition = choose_partition(
+            self.module, self.network, trace, self.num_stages, self.options.partition
+        )
         self._order = trace.order
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))
-        self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
-        self.share.give_up_foreign()
-        self.share.move_to(self.device)
+        share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
+        self._cut_share = share
+        share.give_up_foreign()
+        share.move_to(self.device)
         self._on_assembled()
-
-    def _solve(self, trace: StepTrace) -> Partition:
-        """Split the layers; layers that no cut may part stay together."""
-        if self.options.partition is not None:
-            partition = explicit_partition(
-                trace.num_layers, layers_per_stage=self.options.partition
-            )
-            for start in partition.starts[1:]:
-                if start in trace.unnameable:
-                    msg = (
-                        f"partition={list(self.options.partition)} cuts before layer {start}, but "
-                        f"{trace.unnameable[start]}. Remedy: move the cut, or return coarser "
-                        "layers from configure_pipeline()"
-                    )
-                    raise CutError(msg)
-            return partition
-        costs = layer_costs(self.module, self.network.layers, trace)
-        starts = [i for i in range(trace.num_layers) if i == 0 or i not in trace.unnameable]
-        bounds = [*starts, trace.num_layers]
-        if len(starts) < self.num_stages:
-            reasons = "; ".join(dict.fromkeys(trace.unnameable.values())) or "it has no more layers"
-            msg = (
-                f"{self.network.name} can be cut into {len(starts)} stages at most, but "
-                f"{self.num_stages} are asked for: {reasons}. Remedy: fewer stages, or return "
-                "other layers from configure_pipeline()"
-            )
-            raise CutError(msg)
-        units = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-        solved = solve_partition(units, self.num_stages)
-        return Partition(tuple(starts[i] for i in solved.starts), trace.num_layers)
 
     def _check_fits(self, trace: StepTrace, hook: str) -> None:
         assert self.partition is not None and self.share is not None  # noqa: PT018
@@ -308,19 +339,10 @@ class PipelineSession:
                 "layers in the same order"
             )
             raise CutError(msg)
-        owners = find_owners(
+        now = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
-        for name, stages in owners.parameters.items():
-            missing = set(stages) - set(self.share.owners.parameters[name])
-            if name in trace.parameter_gaps and missing:
-                msg = (
-                    f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
-                    f"stage {self.share.owners.parameters[name]} only. Rule: code outside the "
-                    "layers uses a parameter at the same place in all steps. Remedy: make the "
-                    "module that holds it a layer, by configure_pipeline()"
-                )
-                raise CutError(msg)
+        check_owners(hook, trace, now, self.share.owners)
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
@@ -329,6 +351,8 @@ class PipelineSession:
         if self.share is None:
             own = [p for p in self.module.parameters() if p.requires_grad]
             shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        elif self.transparent is not None:  # each call has summed its own already
+            own, shared = list(self.share.local().values()), {}
         else:
             shared = self.share.shared_groups(self.groups)
             in_shared = {id(p) for parameters in shared.values() for p in parameters}
@@ -359,23 +383,16 @@ class PipelineSession:
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""
         self._metrics.close()
+        share = self.share
+        if self.transparent is not None:
+            self.transparent.close()
+        else:
+            self._remove_cut()
+        if bring_back and share is not None:
+            share.bring_back(self.groups, self.device)
+        self._cut_share = self.transparent = None
+
+    def _remove_cut(self) -> None:
         self.cut.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
-        if bring_back and self.share is not None:
-            self.share.bring_back(self.groups, self.device)
-        self.share = None
-
-
-def _run_chain(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    value = layers[0](*args, **kwargs)
-    for layer in layers[1:]:
-        value = layer(value)
-    return value
-
-
-def _structure(batch: Any) -> Hashable:
-    leaves, spec = tree_flatten(batch)
-    return str(spec), tuple(
-        (str(x.dtype), x.ndim) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves
-    )

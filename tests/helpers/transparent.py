@@ -1,0 +1,202 @@
+"""Modules whose steps do what only whole steps can: manual optimisation, several calls."""
+
+import copy
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from tests.helpers.modules import WIDTH, vectors
+
+
+class Block(nn.Module):
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.recompute = recompute
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.recompute else self.inner(x)
+
+
+def stack(num: int = 4, *, recompute: bool = False) -> nn.Sequential:
+    return nn.Sequential(*(Block(recompute=recompute) for _ in range(num)))
+
+
+def two_loaders(batch_size: int = 8, num: int = 30) -> tuple[DataLoader, DataLoader]:
+    return DataLoader(vectors(num), batch_size=batch_size), DataLoader(vectors(num), batch_size=8)
+
+
+def noise_like(x: Tensor, batch_idx: int) -> Tensor:
+    """Draws that do not depend on the global generator, whose streams a pipeline keys anew."""
+    generator = torch.Generator().manual_seed(batch_idx)
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+class Manual(LightningModule):
+    """One network, one optimizer, stepped by hand after every second batch, with a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = stack(5)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.3))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return functional.mse_loss(self.head(self.net(x * self.scale)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.manual_backward(loss / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.3, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.lr_schedulers().step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)]
+
+
+class Gan(LightningModule):
+    """Two networks, two optimizers, toggled; the discriminator sees real and fake by itself."""
+
+    retain = False
+
+    def __init__(self, num_discriminator: int = 4) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = stack(4)
+        self.discriminator = nn.Sequential(
+            *(Block() for _ in range(num_discriminator - 1)), nn.Linear(WIDTH, 1)
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        optimizer_g, optimizer_d = self.optimizers()
+        z = noise_like(real, batch_idx)
+
+        self.toggle_optimizer(optimizer_g)
+        loss = functional.softplus(-self.discriminator(self(z))).mean()
+        self.log("g", loss, prog_bar=True)
+        optimizer_g.zero_grad()
+        self.manual_backward(loss)
+        optimizer_g.step()
+        self.untoggle_optimizer(optimizer_g)
+
+        self.toggle_optimizer(optimizer_d)
+        true = functional.softplus(-self.discriminator(real)).mean()
+        false = functional.softplus(self.discriminator(self(z).detach())).mean()
+        optimizer_d.zero_grad()
+        self.manual_backward(true)
+        self.manual_backward(false)
+        optimizer_d.step()
+        self.untoggle_optimizer(optimizer_d)
+        self.log_dict({"true": true, "false": false}, on_step=True, on_epoch=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.log("val", self.discriminator(self(batch[0])).mean())
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=0.01, betas=(0.5, 0.99)),
+            torch.optim.Adam(self.discriminator.parameters(), lr=0.02, betas=(0.5, 0.99)),
+        ], []
+
+
+class CarelessGan(Gan):
+    """Toggles nothing, detaches nothing: walks one graph twice."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real, _ = batch
+        optimizer_g, optimizer_d = self.optimizers()
+        fake = self(noise_like(real, batch_idx))
+        score = self.discriminator(fake)
+        false = (
+            functional.softplus(score).mean()
+            + functional.softplus(-self.discriminator(real)).mean()
+        )
+        loss = functional.softplus(-score).mean()
+        optimizer_g.zero_grad()
+        self.manual_backward(loss, retain_graph=True)
+        generator = [
+            None if p.grad is None else p.grad.clone() for p in self.generator.parameters()
+        ]
+        optimizer_d.zero_grad()
+        self.manual_backward(false)
+        optimizer_d.step()
+        for parameter, gradient in zip(self.generator.parameters(), generator, strict=True):
+            parameter.grad = gradient
+        optimizer_g.step()
+        self.log_dict({"g": loss, "d": false})
+
+
+class Siamese(LightningModule):
+    """Two views through one network, under automatic optimisation."""
+
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.net = stack(4, recompute=recompute)
+        self.project = nn.Linear(WIDTH, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        a = functional.normalize(self.project(self.net(x)), dim=-1)
+        b = functional.normalize(self.project(self.net(y[: len(x)])), dim=-1)
+        loss = functional.cross_entropy(a @ b.T / 0.2, torch.arange(len(a)))
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val", (self.net(x) - self.net(y)).pow(2).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class MeanTeacher(LightningModule):
+    """A target network under ``no_grad``, which follows the other after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = stack(5)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        out = self.student(x)
+        with torch.no_grad():
+            target = self.teacher(x + 0.1 * noise_like(x, batch_idx))
+            start = self.student(x[:3])  # other shapes, and no graph
+        loss = functional.mse_loss(out, y) + functional.mse_loss(out, target)
+        loss = loss + 0.1 * functional.mse_loss(self.student(start), y[:3])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pairs = zip(self.student.parameters(), self.teacher.parameters(), strict=True)
+        for mine, target in pairs:
+            target.data.mul_(0.9).add_(mine.data, alpha=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.student.parameters(), lr=0.05, momentum=0.9)
