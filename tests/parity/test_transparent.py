@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 
-from pipeswift_lightning import PipeSwiftStrategy
 from tests.helpers.parity import Failures, compare, plain
 from tests.helpers.transparent import (
     CarelessGan,

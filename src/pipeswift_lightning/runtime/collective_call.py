@@ -30,6 +30,7 @@ from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import Executor, Held, StageProgram
 from pipeswift_lightning.runtime.gradients import own_gradients, reduce_gradients, sum_gradients
+from pipeswift_lightning.runtime.guard import ParameterGuard
 from pipeswift_lightning.runtime.joining import JoinedOutputs, join_outputs
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Layout
@@ -53,6 +54,7 @@ class CallHost(Protocol):
     executor: Executor
     progress: Progress
     dynamic_shapes: bool
+    guard: ParameterGuard
 
     def place(self, network: "CollectiveNetwork", trace: StepTrace) -> Partition:
         """Divide the network among the stages, at its first call; alike on all ranks."""
@@ -151,7 +153,7 @@ class _Call:
         if joined is not None:
             given = iter(gradients)
             self.program.gradients = [next(given) if want else None for want in joined.wanted]
-        with preserved_rng(host.device), own_gradients(self.parameters):
+        with host.guard.paused(), preserved_rng(host.device), own_gradients(self.parameters):
             host.executor.run_backward(self.row, self.program, self.held)
             self.program.gradients = []
             if self.shared:
@@ -250,7 +252,7 @@ class CollectiveNetwork:
                 "step itself. Remedy: checkpoint its layers, inside of it"
             )
             raise CutError(msg)
-        with preserved_rng(self._host.device):
+        with self._host.guard.paused(), preserved_rng(self._host.device):
             return self._call(args, kwargs)
 
     def _call(self, args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,6 @@ from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.optimizers import unwrapped
 
 __all__ = [
-    "ABSENT_LOSS",
     "ContractError",
     "check_callbacks",
     "check_layers",
@@ -38,14 +37,6 @@ _SEVERAL = (
     "optimizer a batch. Remedy: set self.automatic_optimization = False and step them in "
     "training_step, or put all parameters into the groups of one optimizer (each group may have "
     "its own learning rate)"
-)
-
-
-ABSENT_LOSS = (
-    "the loss depends on parameters of a pipelined network that live on another stage. Rule: the "
-    "step uses a pipelined network by calling it. Remedy: compute what needs its parameters "
-    "(a penalty, say) within its forward, use weight_decay, or leave the network whole on each "
-    "rank by naming the others in PipeSwiftStrategy(network=[...])"
 )
 
 

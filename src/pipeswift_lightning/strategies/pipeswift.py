@@ -22,8 +22,6 @@ from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.contract import (
-    ABSENT_LOSS,
-    ContractError,
     check_callbacks,
     check_layers,
     check_module,
@@ -297,8 +295,6 @@ class PipeSwiftStrategy(StateStrategy):
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kw: Any) -> Tensor:
         """Walk the graph of a step that every rank has run whole."""
-        if loss.is_meta:
-            raise ContractError(ABSENT_LOSS)
         try:
             result = super().backward(loss, optimizer, *args, **kw)
         except CommunicationError as error:

@@ -21,6 +21,7 @@ from pipeswift_lightning.runtime.collective_call import CollectiveNetwork
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
+from pipeswift_lightning.runtime.guard import ParameterGuard
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, Owners, ParameterTable, find_owners
@@ -68,6 +69,7 @@ class TransparentNetworks:
         self.executor = executor
         self.progress = executor.progress
         self.dynamic_shapes = options.dynamic_shapes
+        self.guard = ParameterGuard()
         self.share: LocalShare | None = None
         self._options = options
         self._on_assembled = on_assembled
@@ -102,6 +104,7 @@ class TransparentNetworks:
         for parameter in self.module.parameters():
             if id(parameter) not in pipelined:
                 parameter.data = parameter.data.to(self.device)
+        self._watch()
         names = ", ".join(network.name for network in self._networks.values()) or "nothing"
         rank_zero_info(
             f"pipeswift: every rank runs the whole step (transparent mode), since {why}. "
@@ -125,7 +128,8 @@ class TransparentNetworks:
         try:
             with preserved_rng(self.device):
                 reseeder(self.device, *seeds, _STEP)(0, False)  # noqa: FBT003 -- a gap
-                yield
+                with self.guard:
+                    yield
         finally:
             self._seeds = _OUTSIDE
 
@@ -189,6 +193,7 @@ class TransparentNetworks:
             self.groups.create_shared(list(self.share.owners.shared()))
         self.share.give_up_foreign()
         self.share.move_to(self.device)
+        self._watch()
         local = self.share.local()
         collective.parameters = [p for name, p in local.items() if name in own]
         mine = set(map(id, collective.parameters))
@@ -222,6 +227,11 @@ class TransparentNetworks:
             )
             raise CutError(msg)
 
+    def _watch(self) -> None:
+        names = self.names()
+        inside = (p for network in self._networks.values() for p in network.parameters())
+        self.guard.watch({id(p): names[id(p)] for p in inside})
+
     def _leave_whole(self, collective: CollectiveNetwork) -> None:
         """A layer is called by itself: before its network is divided, that keeps it whole."""
         if collective.partition is None:
@@ -229,6 +239,7 @@ class TransparentNetworks:
             collective.remove()
             for parameter in network.parameters():
                 parameter.data = parameter.data.to(self.device)
+            self._watch()
             rank_zero_warn(
                 f"pipeswift: the step calls layers of {network.name} by themselves, so it stays "
                 "whole on every rank. Name the parts that the step calls, as in "
