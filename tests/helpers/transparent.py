@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 from tests.helpers.modules import WIDTH, vectors
 
@@ -76,10 +77,9 @@ class Manual(LightningModule):
 class Gan(LightningModule):
     """Two networks, two optimizers, toggled; the discriminator sees real and fake by itself."""
 
-    retain = False
-
-    def __init__(self, num_discriminator: int = 4) -> None:
+    def __init__(self, num_discriminator: int = 4, rows: int | None = None) -> None:
         super().__init__()
+        self.rows = rows
         self.automatic_optimization = False
         self.generator = stack(4)
         self.discriminator = nn.Sequential(
@@ -92,7 +92,7 @@ class Gan(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         real, _ = batch
         optimizer_g, optimizer_d = self.optimizers()
-        z = noise_like(real, batch_idx)
+        z = noise_like(real[: self.rows], batch_idx)
 
         self.toggle_optimizer(optimizer_g)
         loss = functional.softplus(-self.discriminator(self(z))).mean()
@@ -115,6 +115,11 @@ class Gan(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
             self.log("val", self.discriminator(self(batch[0])).mean())
+
+    def on_validation_epoch_end(self) -> None:
+        """Shows samples, as every GAN does: outside of any step."""
+        with torch.no_grad():
+            self.log("sample", self(torch.ones(5, WIDTH, dtype=torch.float64)).mean())
 
     def configure_optimizers(self) -> Any:
         return [
@@ -157,6 +162,8 @@ class Siamese(LightningModule):
         super().__init__()
         self.net = stack(4, recompute=recompute)
         self.project = nn.Linear(WIDTH, 3)
+        self.error = MeanSquaredError()
+        self.error.distributed_available_fn = lambda: False  # so that one rank can fit alone
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -168,7 +175,10 @@ class Siamese(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch
-        self.log("val", (self.net(x) - self.net(y)).pow(2).mean())
+        a, b = self.net(x), self.net(y)
+        self.log("val", (a - b).pow(2).mean())
+        self.error(a, b)
+        self.log("error", self.error)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -200,3 +210,47 @@ class MeanTeacher(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.student.parameters(), lr=0.05, momentum=0.9)
+
+
+class ConditionalStack(nn.Module):
+    """Gives the condition to each block; its first and last share a weight; returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.blocks[4].linear.weight = self.blocks[0].linear.weight
+
+    def forward(self, x: Tensor, condition: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
+        first = x
+        for block in self.blocks:
+            x = block(x + condition) * scale
+        return {"out": x, "skip": first + x, "sign": x > 0}
+
+
+class Conditional(LightningModule):
+    """Arguments that need gradients on each stage, hooks, and gradients that are only looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, WIDTH)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+        self.net = ConditionalStack()
+        for parameter in self.net.parameters():
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        condition = self.embed(torch.arange(len(x)) % 3)
+        out = self.net(x, condition, scale=self.scale)
+        loss = functional.mse_loss(out["out"], y) + 0.1 * out["skip"].pow(2).mean()
+        return loss * out["sign"].double().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        near = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(self.loss(near, y), near)  # leaves .grad alone
+        loss = self.loss(x, y) + self.loss(x + 0.1 * slope.sign(), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)

@@ -219,7 +219,7 @@ class CollectiveNetwork:
         self.parameters: list[nn.Parameter] = []
         self.shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         self._host = host
-        self._traces: dict[Hashable, StepTrace] = {}
+        self._traces: dict[Hashable, tuple[StepTrace, bool]] = {}
         self._outputs = OutputSharing(cut.network_name, host.groups, host.device, host.progress)
         self._order: tuple[int, ...] = ()
 
@@ -259,9 +259,9 @@ class CollectiveNetwork:
         host, training = self._host, torch.is_grad_enabled()
         arguments = CallArguments((args, kwargs), self.cut.network_name, training=training)
         seeds = host.next_call()
-        trace = self._trace(args, kwargs, seeds)
+        trace, joinable = self._trace(arguments, seeds)
         assert self.partition is not None
-        sizes = self._sizes(arguments, trace)
+        sizes = self._sizes(arguments, joinable=joinable)
         plan = host.plan(self.partition, sizes, training=training)
         key = self._key(arguments, plan, seeds[-1])
         calls = arguments.split(sizes)
@@ -285,13 +285,13 @@ class CollectiveNetwork:
             _connect(tensors, layout, call)
         return layout.fill(tensors)
 
-    def _sizes(self, arguments: CallArguments, trace: StepTrace) -> tuple[int, ...]:
+    def _sizes(self, arguments: CallArguments, *, joinable: bool) -> tuple[int, ...]:
         """Return the micro-batches: one, if what comes back could not be joined."""
         name, rows = self.cut.network_name, arguments.num_samples
         if rows is None:
             self._host.whole(f"{name} is called without a tensor that has a row a sample")
             return (1,)
-        if trace.returned_rows - {rows}:
+        if not joinable:
             self._host.whole(f"{name} returns values without a row a sample, such as a scalar")
             return (rows,)
         return self._host.sizes(rows)
@@ -326,11 +326,13 @@ class CollectiveNetwork:
 
     # -- the first call of a kind -------------------------------------------------------------
 
-    def _trace(self, args: Any, kwargs: Any, seeds: tuple[int, ...]) -> StepTrace:
+    def _trace(self, arguments: CallArguments, seeds: tuple[int, ...]) -> tuple[StepTrace, bool]:
+        """Return how the layers hang together, and whether outputs have a row a sample."""
+        args, kwargs = arguments.value
         kind = (self.cut.network.training, structure_of((args, kwargs)))
-        trace = self._traces.get(kind)
-        if trace is not None:
-            return trace
+        known = self._traces.get(kind)
+        if known is not None:
+            return known
         step = partial(self.cut.network.forward, *args, **kwargs)
         reseeder(self.cut.device, *seeds)(0, False)  # noqa: FBT003 -- a gap, not a layer
         with self.unanswered(), torch.no_grad():
@@ -346,8 +348,8 @@ class CollectiveNetwork:
                 "configure_pipeline()"
             )
             raise CutError(msg)
-        self._traces[kind] = trace
-        return trace
+        result = self._traces[kind] = trace, trace.returned_rows <= {arguments.num_samples}
+        return result
 
 
 def _connect(tensors: list[Tensor], layout: Layout, call: _Call) -> None:

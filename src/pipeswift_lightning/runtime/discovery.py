@@ -27,6 +27,9 @@ class LayerCalledTwiceError(RuntimeError):
         self.index = index
 
 
+_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
+
 class _TracingMode(AbsentMode):
     """An `AbsentMode` that tells the discovery which absent values meet in which gap."""
 
@@ -39,6 +42,8 @@ class _TracingMode(AbsentMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._discovery.note_use(args, kwargs)
+        if func in _DIFFERENTIATES:
+            self._discovery.differentiated()
         result = super()._run_absent(func, args, kwargs)
         self._discovery.note_created(result)
         return result
@@ -61,7 +66,7 @@ class Discovery:
         self.network_returned = False
         self.returns_scalar = False
         self.returned_rows: frozenset[int] = frozenset()
-        self.calls_again = False
+        self.only_whole = ""
         self.changes_arguments = False
         self._at_return = at_return
         self._side_inputs: dict[int, tuple[int, bool]] = {}
@@ -219,7 +224,17 @@ class Discovery:
             DiscoveryDone: It has called it before.
         """
         if self.network_returned:
-            self.calls_again = True
+            self.only_whole = "calls the network more than once"
+            raise DiscoveryDone
+
+    def differentiated(self) -> None:
+        """The step differentiates by itself.
+
+        Raises:
+            DiscoveryDone: That ends what can be seen.
+        """
+        if self.network_returned:
+            self.only_whole = "differentiates by itself"
             raise DiscoveryDone
 
     def trace(self, names: Mapping[int, str]) -> StepTrace:
@@ -245,5 +260,5 @@ class Discovery:
             calls_network=self.network_returned,
             returns_scalar=self.returns_scalar,
             returned_rows=self.returned_rows,
-            calls_again=self.calls_again,
+            only_whole=self.only_whole,
         )

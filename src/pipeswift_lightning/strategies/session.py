@@ -93,7 +93,7 @@ class PipelineSession:
             network.module, network.layers, network_name=network.name, device=device
         )
         self._running = False
-        self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
+        self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -111,6 +111,10 @@ class PipelineSession:
     def stage(self) -> int:
         """This rank's stage."""
         return self.groups.coordinate.stage
+
+    def _computes_here(self) -> bool:
+        """Whether a metric's value is computed here, not fetched from the last stage."""
+        return self._running or self.transparent is not None
 
     @property
     def share(self) -> LocalShare | None:
@@ -269,9 +273,9 @@ class PipelineSession:
         if trace is None:
             self._agree(self._batch_facts(call.hook, call.batch))
             trace = self._discover(call, first)
-            if trace.calls_again and self.options.loss is LossScope.AUTO and not self._traces:
-                why = f"{call.hook} calls {self.network.name} more than once"
+            if trace.only_whole and self.options.loss is LossScope.AUTO and not self._traces:
                 networks = find_networks(self.module, self.options.network)
+                why = f"{call.hook} {trace.only_whole}"
                 self.make_transparent(pipelined(networks, self.groups.mesh), why)
                 return trace
             if self.num_stages > 1:
