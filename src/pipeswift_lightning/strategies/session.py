@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
@@ -19,7 +18,6 @@ from pipeswift_lightning.runtime.batching import (
     batch_checksum,
     describe_batch,
     structure_of,
-    tensor_versions,
 )
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
@@ -30,18 +28,17 @@ from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
 from pipeswift_lightning.runtime.recorder import Recorder
-from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
+from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
 from pipeswift_lightning.strategies.assembly import check_owners, choose_partition
 from pipeswift_lightning.strategies.contract import pipelined
+from pipeswift_lightning.strategies.look import look_at_step
 from pipeswift_lightning.strategies.loss_scope import difference
 from pipeswift_lightning.strategies.metrics import SharedMetrics
-from pipeswift_lightning.strategies.module_state import unchanged
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
-from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.transparent import TransparentNetworks
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
@@ -272,7 +269,7 @@ class PipelineSession:
         trace = self._traces.get(key)
         if trace is None:
             self._agree(self._batch_facts(call.hook, call.batch))
-            trace = self._discover(call, first)
+            trace = look_at_step(self.module, self.cut, self._metrics, call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO and not self._traces:
                 networks = find_networks(self.module, self.options.network)
                 why = f"{call.hook} {trace.only_whole}"
@@ -288,30 +285,6 @@ class PipelineSession:
             self._assemble(trace)
         else:
             self._check_fits(trace, hook)
-
-    def _discover(self, call: StepCall, first: Any) -> StepTrace:
-        # A copy: the code after the network runs as well, as far as it can.
-        first = tree_map_only(torch.Tensor, torch.clone, first)
-        step = call.bound(self.module, first)
-        before = tensor_versions(first)
-        after: list[list[int]] = []
-        reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
-        untouched = self._metrics.untouched(), unchanged(self.module)
-        with recorded(self.module), untouched[0], untouched[1], torch.no_grad(), call.context():
-            trace = self.cut.discover(
-                step,
-                step_name=call.hook,
-                names=ParameterTable.of(self.module).names,
-                at_return=lambda: after.append(tensor_versions(first)),
-            )
-        if (after[0] if after else tensor_versions(first)) != before:
-            msg = (
-                f"{call.hook} changes its batch in place. Rule: a step runs more than once on the "
-                "same batch (on each stage, and for its loss). Remedy: write x = x / 2 instead of "
-                "x /= 2"
-            )
-            raise CutError(msg)
-        return trace
 
     def _assemble_single(self) -> None:
         if self.partition is None:
