@@ -32,7 +32,7 @@ def stack(num: int = 4, *, recompute: bool = False) -> nn.Sequential:
 
 
 def two_loaders(batch_size: int = 8, num: int = 30) -> tuple[DataLoader, DataLoader]:
-    return DataLoader(vectors(num), batch_size=batch_size), DataLoader(vectors(num), batch_size=8)
+    return DataLoader(vectors(num), batch_size=batch_size), DataLoader(vectors(11), batch_size=8)
 
 
 def noise_like(x: Tensor, batch_idx: int) -> Tensor:
@@ -254,3 +254,45 @@ class Conditional(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class Parts(LightningModule):
+    """Calls parts of a child, whose own forward is never called, and members of a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.coder = nn.Module()
+        self.coder.encoder, self.coder.decoder = stack(3), stack(2)
+        self.tables = nn.ModuleDict({"start": stack(3), "end": nn.Linear(WIDTH, WIDTH)})
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        x = self.tables["end"](self.tables["start"](x))
+        loss = functional.mse_loss(self.coder.decoder(self.coder.encoder(x)), y)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Penalty(Siamese):
+    """Differentiates a gradient."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        out = self.net(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return (slope.norm(dim=-1) - 1).pow(2).mean() + out.mean()
+
+
+class Recomputed(Siamese):
+    """Checkpoints the network's call itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return (checkpoint(self.net, x, use_reentrant=False) - self.net(y)).pow(2).mean()

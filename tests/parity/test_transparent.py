@@ -1,5 +1,6 @@
 """Steps that every rank runs whole: manual optimisation, several calls, several networks."""
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,8 +18,19 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.runtime import collective_call
 from tests.helpers.modules import Regression, loaders, stack, vectors
-from tests.helpers.parity import Failures, Outcome, compare, differences, fit, on_rank_zero, plain
+from tests.helpers.parity import (
+    Failures,
+    Outcome,
+    compare,
+    differences,
+    fit,
+    let_go,
+    make_trainer,
+    on_rank_zero,
+    plain,
+)
 from tests.helpers.transparent import (
     Block,
     CarelessGan,
@@ -26,6 +38,9 @@ from tests.helpers.transparent import (
     Gan,
     Manual,
     MeanTeacher,
+    Parts,
+    Penalty,
+    Recomputed,
     Siamese,
     two_loaders,
 )
@@ -49,9 +64,13 @@ CASES = {
     "siamese": Case(Siamese, {"micro_batches": 3}, {"accumulate_grad_batches": 2, "max_epochs": 8}),
     "siamese, recomputed": Case(lambda: Siamese(recompute=True), {"micro_batches": 3}),
     "teacher": Case(MeanTeacher, {"network": ["student", "teacher"], "micro_batches": 3}),
+    "parts": Case(Parts, {"micro_batches": 3}),
+    "named parts": Case(
+        Parts, {"network": ["coder.encoder", "coder.decoder", "tables.start"], "micro_batches": 3}
+    ),
     "conditional": Case(Conditional, {"micro_batches": 3}, {"gradient_clip_val": 0.3}),
 }
-ON_FOUR = ("manual", "gan", "siamese, recomputed", "conditional")
+ON_FOUR = ("gan", "siamese", "conditional")
 
 
 def _check(names: Any) -> None:
@@ -199,6 +218,72 @@ def test_the_mode_is_chosen_by_what_the_step_does() -> None:
     assert once.mode == "cut"
     forced = _looked_at(lambda: Regression(stack()).double(), loss="transparent")
     assert forced.mode == "transparent"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [(Penalty, "create_graph=True"), (Recomputed, "within torch.utils.checkpoint")],
+)
+@pytest.mark.world_size(2, deadline_s=30)
+def test_refused_with_the_reason(make: Callable[[], LightningModule], text: str) -> None:
+    with pytest.raises(Exception, match=text):
+        _looked_at(lambda: make().double(), network="net")
+
+
+class Frees(Manual):
+    """Counts what its calls still hold, once their graph has been walked."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        before = _held_calls()
+        self.manual_backward(loss)
+        self.counts = (before, _held_calls())  # the loss is still here
+
+
+def _held_calls() -> int:
+    return sum(type(o) is collective_call._Call for o in gc.get_objects())
+
+
+@pytest.mark.world_size(2, deadline_s=30)
+def test_activations_are_freed_with_the_graph() -> None:
+    made: list[Frees] = []
+
+    def make() -> Frees:
+        made.append(Frees().double())
+        return made[-1]
+
+    fit(make, two_loaders, PipeSwiftStrategy(micro_batches=3), max_epochs=1)
+    assert made[0].counts == (1, 0)
+
+
+# -- every entry point ------------------------------------------------------------------------
+
+
+class Entries(Manual):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0])
+
+
+def _entries(strategy: Any) -> list[Any]:
+    torch.manual_seed(3)
+    module, (train, val) = Entries().double(), two_loaders()
+    trainer = make_trainer(strategy, max_epochs=1)
+    results: list[Any] = [trainer.validate(module, val, verbose=False)]
+    trainer.fit(module, train, val)
+    results += [trainer.test(module, val, verbose=False), trainer.predict(module, val)]
+    let_go(trainer)
+    return results
+
+
+@pytest.mark.world_size(2, deadline_s=60)
+def test_every_entry_point() -> None:
+    want = on_rank_zero(lambda: _entries("auto"))
+    torch.testing.assert_close(
+        _entries(PipeSwiftStrategy(micro_batches=3)), want, rtol=0, atol=1e-10
+    )
 
 
 # -- precision and randomness -----------------------------------------------------------------

@@ -275,7 +275,7 @@ class LayerCut:
         if position < run.first:
             return self._skip(run, index, original, args, kwargs)
         leaves, spec = self._bind_arguments(run, position, args, kwargs)
-        if position == run.last:
+        if position == run.last and run.trace is not None:
             run.boundary = tuple(run.present[v] for v in _carried(run))
             raise _ReachedBoundaryError
         args, kwargs = tree_unflatten(leaves, spec) if spec is not None else (args, kwargs)
