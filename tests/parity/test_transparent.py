@@ -36,6 +36,7 @@ from tests.helpers.transparent import (
     CarelessGan,
     Conditional,
     Gan,
+    LateTwice,
     Manual,
     MeanTeacher,
     Parts,
@@ -61,8 +62,12 @@ CASES = {
     "gan": Case(Gan, {"micro_batches": 3}),
     "gan, small discriminator": Case(lambda: Gan(1), {"micro_batches": 3}),
     "gan, one graph": Case(CarelessGan, {"micro_batches": 2}),
-    "siamese": Case(Siamese, {"micro_batches": 3}, {"accumulate_grad_batches": 2, "max_epochs": 8}),
-    "siamese, recomputed": Case(lambda: Siamese(recompute=True), {"micro_batches": 3}),
+    "siamese": Case(
+        lambda: Siamese(recompute=True),
+        {"micro_batches": 3},
+        {"accumulate_grad_batches": 2, "max_epochs": 8, "num_sanity_val_steps": 1},
+    ),
+    "twice only later": Case(LateTwice, {"micro_batches": 3}),
     "teacher": Case(MeanTeacher, {"network": ["student", "teacher"], "micro_batches": 3}),
     "parts": Case(Parts, {"micro_batches": 3}),
     "named parts": Case(

@@ -233,6 +233,10 @@ class CollectiveNetwork:
         self.cut.call.answer = None
         self.cut.remove()
 
+    def begin(self) -> None:
+        """Begin a step of several calls."""
+        self._outputs.begin(anew=self._host.dynamic_shapes)
+
     @contextmanager
     def unanswered(self) -> Iterator[None]:
         """Let calls through to the network's own forward."""

@@ -216,6 +216,11 @@ class LocalShare:
         mine = set(self.owners.of_stage(self.stage))
         return {n: p for n, p in self.module.named_parameters() if n in mine}
 
+    def counted(self) -> set[int]:
+        """``id`` of the parameters of which this stage is the first owner."""
+        owners = self.owners.parameters
+        return {id(p) for name, p in self.local().items() if owners[name][0] == self.stage}
+
     def shared_groups(self, groups: MeshGroups) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
         """The parameters that this stage shares with others, by the owners' group."""
         parameters = dict(self.module.named_parameters())

@@ -14,6 +14,8 @@ from pipeswift_lightning.runtime.progress import Progress
 
 __all__ = ["OutputSharing"]
 
+_MAX_LAYOUTS = 1 << 16
+
 
 class OutputSharing:
     """Broadcasts the outputs of one network; how they look is told once for each kind of call.
@@ -69,9 +71,10 @@ class OutputSharing:
         self._layouts[kind] = layout
         return layout, tensors
 
-    def forget(self) -> None:
-        """Forget the layouts."""
-        self._layouts.clear()
+    def begin(self, *, anew: bool) -> None:
+        """Begin a step: forget the layouts if they are told ``anew``, or are too many."""
+        if anew or len(self._layouts) > _MAX_LAYOUTS:
+            self._layouts.clear()
 
     def _told(self, layout: Layout | None) -> Layout:
         box = [layout]

@@ -86,7 +86,7 @@ class PipeSwiftStrategy(StateStrategy):
         OptionError: An argument is out of its range.
 
     Example:
-        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from lightning.pytorch import Trainer
         >>> import pipeswift_lightning
         >>> trainer = Trainer(
         ...     strategy=PipeSwiftStrategy(micro_batches=8), accelerator="cpu", devices=2,
@@ -191,7 +191,7 @@ class PipeSwiftStrategy(StateStrategy):
             self.options,
             self.root_device,
             self._watch.progress,
-            self._keep_local,
+            self,
         )
         self._steps = StepRunner(self._session, self.options)
         if fitting:

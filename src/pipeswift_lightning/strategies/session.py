@@ -1,6 +1,6 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,12 +38,20 @@ from pipeswift_lightning.strategies.look import look_at_step
 from pipeswift_lightning.strategies.loss_scope import difference
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
+from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.transparent import TransparentNetworks
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["PipelineSession"]
+
+
+_LATE = (
+    "a step calls its network more than once, or differentiates by itself, which earlier steps did "
+    "not, while gradients accumulate. Rule: with accumulate_grad_batches, the first steps show how "
+    'all steps run. Remedy: PipeSwiftStrategy(loss="transparent")'
+)
 
 
 class PipelineSession:
@@ -59,7 +67,7 @@ class PipelineSession:
         options: What the user chose.
         device: This rank's device.
         progress: Read by the watchdog.
-        on_assembled: Called once the module has been cut.
+        optimizers: Told when parameters have left this rank, or come back.
     """
 
     def __init__(
@@ -70,7 +78,7 @@ class PipelineSession:
         options: PipelineOptions,
         device: torch.device,
         progress: Progress,
-        on_assembled: Callable[[], None],
+        optimizers: StageOptimizers,
     ) -> None:
         self.module = module
         self.network = network
@@ -83,7 +91,7 @@ class PipelineSession:
         self.recorder = Recorder(groups.rank)
         self.plan: Plan | None = None
         self.progress = progress
-        self._on_assembled = on_assembled
+        self._optimizers = optimizers
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
         self.cut = LayerCut(
@@ -141,7 +149,7 @@ class PipelineSession:
             self.options,
             self.device,
             self._executor,
-            self._on_assembled,
+            self._optimizers.keep_local,
         )
         self.transparent.open(why)
 
@@ -270,7 +278,8 @@ class PipelineSession:
         if trace is None:
             self._agree(self._batch_facts(call.hook, call.batch))
             trace = look_at_step(self.module, self.cut, self._metrics, call, first)
-            if trace.only_whole and self.options.loss is LossScope.AUTO and not self._traces:
+            if trace.only_whole and self.options.loss is LossScope.AUTO:
+                self._undo_cut()
                 networks = find_networks(self.module, self.options.network)
                 why = f"{call.hook} {trace.only_whole}"
                 self.make_transparent(pipelined(networks, self.groups.mesh), why)
@@ -279,6 +288,15 @@ class PipelineSession:
                 self._fit_to(trace, call.hook)
             self._traces[key] = trace
         return trace
+
+    def _undo_cut(self) -> None:
+        """Make the module whole again: a step of another kind than before needs it so."""
+        share, self._cut_share, self.partition = self._cut_share, None, None
+        if share is not None:
+            if self.plan is not None and self.module.trainer.accumulate_grad_batches > 1:
+                raise CutError(_LATE)  # gradients may be waiting, each on its stage
+            with self._optimizers.made_whole():
+                share.bring_back(self.groups, self.device)
 
     def _fit_to(self, trace: StepTrace, hook: str) -> None:
         if self.partition is None:
@@ -289,7 +307,7 @@ class PipelineSession:
     def _assemble_single(self) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
-            self._on_assembled()
+            self._optimizers.keep_local()
 
     def _assemble(self, trace: StepTrace) -> None:
         self.partition = choose_partition(
@@ -305,7 +323,7 @@ class PipelineSession:
         self._cut_share = share
         share.give_up_foreign()
         share.move_to(self.device)
-        self._on_assembled()
+        self._optimizers.keep_local()
 
     def _check_fits(self, trace: StepTrace, hook: str) -> None:
         assert self.partition is not None and self.share is not None  # noqa: PT018
@@ -347,8 +365,7 @@ class PipelineSession:
         """``id`` of the parameters that this stage counts in global norms: shared ones once."""
         if self.share is None:
             return {id(p) for p in self.module.parameters()}
-        owners = self.share.owners.parameters
-        return {id(p) for n, p in self.share.local().items() if owners[n][0] == self.stage}
+        return self.share.counted()
 
     def timeline(self) -> Timeline:
         """The last step of this rank's pipeline; collective over the pipeline."""

@@ -125,6 +125,8 @@ class TransparentNetworks:
         """Run a block as one step: with random streams of its own, the same on every rank."""
         self._seeds, self._calls = seeds, 0
         self.executor.begin()
+        for collective in self._networks:
+            collective.begin()
         try:
             with preserved_rng(self.device):
                 reseeder(self.device, *seeds, _STEP)(0, False)  # noqa: FBT003 -- a gap
