@@ -75,7 +75,7 @@ CASES = {
     ),
     "conditional": Case(Conditional, {"micro_batches": 3}, {"gradient_clip_val": 0.3}),
 }
-ON_FOUR = ("gan", "siamese", "conditional")
+ON_FOUR = ("gan", "conditional")
 
 
 def _check(names: Any) -> None:

@@ -162,7 +162,7 @@ class LocalShare:
         """
         replica = groups.coordinate.replica
         parameters = dict(self.module.named_parameters())
-        trainable = self._trainable(groups, parameters)
+        returned: dict[str, nn.Parameter] = {}
         for name, stages in self.owners.parameters.items():
             source = groups.mesh.rank(stage=stages[0], replica=replica)
             parameter = parameters[name]
@@ -170,20 +170,25 @@ class LocalShare:
                 original = self._given_up.pop(name)
                 # On the host: the whole module need not fit the device.
                 original.data = torch.empty_like(parameter, device="cpu")
-                original.requires_grad_(trainable[name])
                 self._place(name, original)
-                parameter = original
+                parameter = returned[name] = original
             broadcast_tensors([parameter.data], source, groups.pipeline, device)
+        self._bring_back_flags(groups, parameters, returned)
         self._bring_back_buffers(groups)
 
-    def _trainable(
-        self, groups: MeshGroups, parameters: Mapping[str, nn.Parameter]
-    ) -> dict[str, bool]:
+    def _bring_back_flags(
+        self,
+        groups: MeshGroups,
+        parameters: Mapping[str, nn.Parameter],
+        returned: Mapping[str, nn.Parameter],
+    ) -> None:
         """Ask the owners which parameters need a gradient: optimizers are toggled there only."""
-        own = {n: p.requires_grad for n, p in parameters.items() if n not in self._given_up}
+        own = {n: p.requires_grad for n, p in parameters.items() if n not in returned}
         every: list[dict[str, bool]] = [{} for _ in range(groups.mesh.num_stages)]
         dist.all_gather_object(every, own, group=groups.pipeline)
-        return {name: flag for part in every for name, flag in part.items()}
+        flags = {name: flag for part in every for name, flag in part.items()}
+        for name, parameter in returned.items():
+            parameter.requires_grad_(flags[name])
 
     def _bring_back_buffers(self, groups: MeshGroups) -> None:
         """Fetch buffers as objects: a step may have made them, or changed their shapes."""

@@ -51,8 +51,8 @@ class PipeSwiftStrategy(StateStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
-    its own layers, the last one the user's loss. Gradients, metrics and checkpoints are those of
-    one device.
+    its own layers, the last one the user's loss. Or it runs whole on each device, and only the
+    networks' calls are cut. Gradients, metrics and checkpoints are those of one device.
 
     Args:
         stages: Number of pipeline stages. ``None`` makes every device a stage; fewer than devices
@@ -64,11 +64,14 @@ class PipeSwiftStrategy(StateStrategy):
             latency and variance, and keeps more micro-batches in memory).
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
+            Several names, or ``None`` where every rank runs whole steps: several networks.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
         loss: ``"per_sample"`` if the loss is a mean over samples: each micro-batch's is weighted by
             its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
             tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
-            flight. ``"auto"`` compares the two in the first steps, and now and then.
+            flight. ``"transparent"`` if the step calls a network several times or optimises by
+            hand: every rank runs the whole step. ``"auto"`` takes this where the module needs it;
+            else it compares the other two in the first steps, and now and then.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
