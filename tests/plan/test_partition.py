@@ -51,7 +51,7 @@ def test_explicit_counts_and_starts_agree(counts: list[int]) -> None:
 
 @pytest.mark.parametrize("counts", [[2, 2], [5, 0], [6, -1], [], [1, 1, 1, 1, 1, 1]])
 def test_counts_that_do_not_fit(counts: list[int]) -> None:
-    with pytest.raises(PartitionError, match=r"layers_per_stage=.* 5 layers|cannot split 5 layers"):
+    with pytest.raises(PartitionError, match=r"partition=.* 5 layers|cannot split 5 layers"):
         explicit_partition(5, layers_per_stage=counts)
 
 

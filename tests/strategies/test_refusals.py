@@ -63,7 +63,7 @@ def test_devices_that_are_no_multiple_of_the_stages() -> None:
         ),
         (
             Scenario(variant="LooksTwice"),
-            ["TwiceSGD evaluates the step more than once", "Rule:", "Remedy: a first-order"],
+            ["TwiceSGD evaluates a training step more than once", "Rule:", "Remedy: a first-order"],
         ),
         (
             Scenario(variant="UsesParameters"),

@@ -154,8 +154,8 @@ def explicit_partition(
     _check_counts(num_layers, len(counts))
     if sum(counts) != num_layers or min(counts) < 1:
         message = (
-            f"layers_per_stage={list(counts)} must be 1 or more each and add up to the model's "
-            f"{num_layers} layers, not {sum(counts)}: correct the counts"
+            f"partition={list(counts)} (layers of each stage) must be 1 or more each and add up "
+            f"to the model's {num_layers} layers, not {sum(counts)}: correct the counts"
         )
         raise PartitionError(message)
     return Partition(tuple(accumulate(counts[:-1], initial=0)), num_layers)

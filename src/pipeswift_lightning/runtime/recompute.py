@@ -1,23 +1,57 @@
 """Activation checkpointing: a layer's second call, in the backward pass.
 
-User code may wrap a layer's call in ``torch.utils.checkpoint``. Then the layer runs again during
-the backward pass, outside any run of the step. Its arguments are those of the first call, absent
-ones included, and the random state is that of the code around the layer.
+`Recomputation` asks for it from outside (Chen et al., "Training Deep Nets with Sublinear Memory
+Cost", 2016, section 4). And user code may wrap a layer's call in ``torch.utils.checkpoint``. Then
+the layer runs again during the backward pass, outside any run of the step. Its arguments are those
+of the first call, absent ones included, and the random state is that of the code around the layer.
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
+from pipeswift_lightning.runtime.layer_wrapper import LayerWrapper
 from pipeswift_lightning.runtime.network_call import CutError
 
-__all__ = ["is_recomputing", "note_present", "with_present"]
+__all__ = ["Recomputation", "is_recomputing", "note_present", "with_present"]
 
 _PRESENT = "_pipeswift_present"
 _FRAMES = 16
+
+
+class Recomputation(LayerWrapper):
+    """Runs chosen layers without keeping what they compute inside, and once more for backward.
+
+    The gradients are exact: the second run draws the same random numbers.
+
+    Args:
+        layers: All layers of the network.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> recomputation = Recomputation([layer])
+        >>> recomputation.install()
+        >>> recomputation.choose([0])
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> recomputation.remove()
+        >>> layer.weight.grad
+        tensor([[1., 1.],
+                [1., 1.]])
+    """
+
+    @override
+    def call(
+        self, index: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if not torch.is_grad_enabled() or is_recomputing():
+            return original(*args, **kwargs)
+        return checkpoint(original, *args, use_reentrant=False, **kwargs)
 
 
 def is_recomputing() -> bool:

@@ -1,15 +1,14 @@
 """Refuse at start what a pipeline cannot do, with the reason and the remedy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.optim import Optimizer
 
 from pipeswift_lightning.runtime.mesh import Mesh
@@ -22,7 +21,6 @@ __all__ = [
     "check_layers",
     "check_module",
     "check_optimizers",
-    "evaluated_once",
     "one_optimizer",
     "pipelined",
 ]
@@ -55,13 +53,16 @@ def one_optimizer() -> Iterator[None]:
         raise
 
 
-def check_layers(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
+def check_layers(network: PipelinedNetwork, mesh: Mesh) -> None:
     """Check that each stage gets a layer, and that layers can be intercepted.
 
     Raises:
-        ContractError: There are fewer layers than stages, or a layer has a forward pre-hook.
+        ContractError: There are fewer layers than stages, a layer has a forward pre-hook, or
+            something is compiled already.
     """
+    layers, name = network.layers, network.name
     num_layers = len(layers)
+    _check_not_compiled([network.module, *layers], name)
     _check_hooks(layers, mesh, name)
     if mesh.num_stages > num_layers:
         msg = (
@@ -84,15 +85,34 @@ def _check_hooks(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
         raise ContractError(msg)
 
 
+def _check_not_compiled(modules: Sequence[nn.Module], name: str) -> None:
+    in_place = any(module._compiled_call_impl is not None for module in modules)
+    if in_place or any(isinstance(module, OptimizedModule) for module in modules):
+        msg = (
+            f"{name}, or a layer of it, has been compiled. Rule: a pipeline cuts the network at "
+            "its layers, and compiled code cannot be cut. Remedy: leave it uncompiled, and "
+            "PipeSwiftStrategy(compile=True) compiles each layer on its stage"
+        )
+        raise ContractError(msg)
+
+
 def pipelined(networks: Sequence[PipelinedNetwork], mesh: Mesh) -> list[PipelinedNetwork]:
     """Return the networks that have a layer for each stage; the others stay whole everywhere.
 
     Raises:
-        ContractError: There are none, or a layer has a forward pre-hook.
+        ContractError: There are none, one was built on the meta device or is compiled, or a layer
+            has a forward pre-hook.
     """
     found = [n for n in networks if len(n.layers) >= mesh.num_stages and n.has_forward]
     for network in found:
-        _check_hooks(network.layers, mesh, network.name)
+        check_layers(network, mesh)
+        if mesh.num_stages > 1 and any(p.is_meta for p in network.parameters()):
+            msg = (
+                f"{network.name} was built on the meta device, and every rank runs whole steps. "
+                "Rule: there, a network has its data from the start. Remedy: build it with data, "
+                "or let each step call one network once, under automatic optimisation"
+            )
+            raise ContractError(msg)
     if not found:
         layers = ", ".join(f"{n.name} has {len(n.layers)} layers" for n in networks)
         most = max(len(n.layers) for n in networks)
@@ -106,18 +126,8 @@ def pipelined(networks: Sequence[PipelinedNetwork], mesh: Mesh) -> list[Pipeline
     return found
 
 
-def check_module(module: LightningModule, precision: Precision, *, fitting: bool) -> None:
-    """Check what can be seen before the first batch.
-
-    Raises:
-        ContractError: fp16 with a gradient scaler.
-    """
-    if getattr(precision, "scaler", None) is not None:
-        msg = (
-            'precision="16-mixed" needs one gradient scale on all stages, which is not built yet. '
-            'Remedy: precision="bf16-mixed" (no scaler), or 32-true'
-        )
-        raise ContractError(msg)
+def check_module(module: LightningModule, *, fitting: bool) -> None:
+    """Warn of what can be seen before the first batch."""
     batch_norms = [
         name
         for name, child in module.named_modules()
@@ -166,27 +176,3 @@ def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -
                 "such as AdamW"
             )
             raise ContractError(msg)
-
-
-def evaluated_once(closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-    """Return a closure that an optimizer may evaluate once a step.
-
-    One that evaluates it again does so to compare or combine what it has seen, most often by norms
-    over all parameters (sharpness-aware minimisation, line searches), which no stage has.
-    """
-    name, calls = type(unwrapped(optimizer)).__name__, 0
-
-    def once() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            msg = (
-                f"{name} evaluates the step more than once before it updates parameters. Rule: an "
-                "optimizer sees one evaluation, since what it computes over all parameters "
-                "would differ from stage to stage. Remedy: a first-order optimizer such as AdamW, "
-                "or stages=1"
-            )
-            raise ContractError(msg)
-        return closure()
-
-    return once

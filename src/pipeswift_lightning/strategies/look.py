@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils._pytree import tree_map_only
 
-from pipeswift_lightning.runtime.batching import tensor_versions
+from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import ParameterTable
@@ -17,7 +17,13 @@ from pipeswift_lightning.strategies.module_state import unchanged
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["look_at_step"]
+__all__ = ["LATE", "batch_facts", "look_at_step"]
+
+LATE = (
+    "a step calls its network more than once, or differentiates by itself, which earlier steps did "
+    "not, while gradients accumulate. Rule: with accumulate_grad_batches, the first steps show how "
+    'all steps run. Remedy: PipeSwiftStrategy(loss="transparent")'
+)
 
 
 def look_at_step(
@@ -54,3 +60,13 @@ def look_at_step(
         )
         raise CutError(msg)
     return trace
+
+
+def batch_facts(module: LightningModule, hook: str, batch: Any) -> dict[str, str]:
+    """Return what the ranks of a pipeline must agree on before they run a step."""
+    return {
+        "hook": hook,
+        "batches in an epoch": str(module.trainer.num_training_batches),
+        "batch": describe_batch(batch),
+        "samples (checksum)": str(batch_checksum(batch)),
+    }

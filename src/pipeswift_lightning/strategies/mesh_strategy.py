@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
@@ -24,6 +25,7 @@ from pipeswift_lightning.strategies.collectives import Collectives
 from pipeswift_lightning.strategies.environment import ensure_process_group
 from pipeswift_lightning.strategies.hydra_job import forget_previous_job
 from pipeswift_lightning.strategies.launcher import PipelineLauncher
+from pipeswift_lightning.strategies.notebook_launcher import NotebookLauncher
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.random_state import share_random_state
 from pipeswift_lightning.strategies.watch import FailureWatch
@@ -131,7 +133,13 @@ class MeshStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self.mesh  # noqa: B018 -- refuses a wrong number of devices before any process starts
-        if self.num_nodes * self.num_processes > 1:
+        if self.num_nodes * self.num_processes == 1:
+            return
+        if _IS_INTERACTIVE and not self.cluster_environment.creates_processes_externally:
+            self._launcher = NotebookLauncher(
+                self, on_failure=self._failed, check=self.check_before_start
+            )
+        else:
             self._launcher = PipelineLauncher(
                 self.cluster_environment,
                 self.num_processes,

@@ -1,8 +1,9 @@
 """What a user may choose about the pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from pipeswift_lightning.plan.microbatches import (
     MicroBatches,
@@ -12,7 +13,7 @@ from pipeswift_lightning.plan.microbatches import (
 )
 from pipeswift_lightning.plan.schedules import build_schedule
 
-__all__ = ["LossScope", "OptionError", "PipelineOptions"]
+__all__ = ["LossScope", "LossWeight", "OptionError", "PipelineOptions"]
 
 
 class OptionError(ValueError):
@@ -26,6 +27,14 @@ class LossScope(StrEnum):
     PER_SAMPLE = "per_sample"
     WHOLE_BATCH = "whole_batch"
     TRANSPARENT = "transparent"
+
+
+class LossWeight(StrEnum):
+    """What a micro-batch's loss counts by: see `PipeSwiftStrategy`'s ``loss_weight``."""
+
+    AUTO = "auto"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +52,11 @@ class PipelineOptions:
     partition: tuple[int, ...] | None = None
     dynamic_shapes: bool = False
     loss: LossScope = LossScope.AUTO
+    loss_weight: LossWeight = LossWeight.AUTO
     receive_window: int | None = None
     network: tuple[str, ...] | None = None
+    recompute: bool | tuple[int, ...] | int = False
+    compile: tuple[tuple[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
@@ -58,6 +70,13 @@ class PipelineOptions:
             _refuse("partition", self.partition, "layers of each stage, 1 or more each")
         if self.receive_window is not None and self.receive_window < 1:
             _refuse("receive_window", self.receive_window, "1 or more")
+        counts = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,)
+        if not counts or min(counts) < 0:
+            rule = "true, false, a number of layers a stage, or a list of them, 0 or more each"
+            _refuse("recompute", self.recompute, rule)
+        if self.compile is not None and self.recompute:
+            # A recompiled layer keeps other tensors than it did in its first run.
+            _refuse("compile", dict(self.compile), "not set together with recompute")
         # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
         stages = self.stages or (len(self.partition) if self.partition else 2)
         warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
@@ -74,14 +93,19 @@ class PipelineOptions:
         partition: Sequence[int] | None,
         dynamic_shapes: bool,
         loss: str,
+        loss_weight: str,
         receive_window: int | None,
         network: str | Sequence[str] | None,
+        recompute: Sequence[int] | int | bool,
+        compile: bool | str | Mapping[str, Any],
     ) -> "PipelineOptions":
         """Check and freeze what the user gave."""
         if isinstance(micro_batches, str) and micro_batches != "auto":
             _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
         if loss not in list(LossScope):
             _refuse("loss", loss, " or ".join(map(repr, map(str, LossScope))))
+        if loss_weight not in list(LossWeight):
+            _refuse("loss_weight", loss_weight, " or ".join(map(repr, map(str, LossWeight))))
         counts: int | tuple[int, ...] | None
         if micro_batches is None or isinstance(micro_batches, str):
             counts = None
@@ -98,9 +122,29 @@ class PipelineOptions:
             partition=None if partition is None else tuple(partition),
             dynamic_shapes=dynamic_shapes,
             loss=LossScope(loss),
+            loss_weight=LossWeight(loss_weight),
             receive_window=receive_window,
             network=(network,) if isinstance(network, str) else tuple(network) if network else None,
+            compile=_compile_settings(compile),
+            recompute=recompute if isinstance(recompute, int) else tuple(recompute),
         )
+
+    def num_recomputed(self, stage: int, num_layers: int, num_stages: int) -> int:
+        """Return how many of a stage's layers are recomputed in backward.
+
+        Raises:
+            OptionError: ``recompute`` lists another number of stages.
+        """
+        wanted = self.recompute
+        if isinstance(wanted, bool):
+            return num_layers if wanted else 0
+        if isinstance(wanted, tuple):
+            if len(wanted) != num_stages:
+                _refuse(
+                    "recompute", list(wanted), f"one number a stage, and there are {num_stages}"
+                )
+            wanted = wanted[stage]
+        return min(wanted, num_layers)
 
     def sizes(self, batch_size: int, num_stages: int, *, may_be_smaller: bool) -> MicroBatches:
         """Return the micro-batches of a batch.
@@ -168,3 +212,15 @@ def _too_small(batch_size: int, wanted: int) -> None:
 def _refuse(name: str, value: object, rule: str) -> None:
     msg = f"{name}={value!r} is not allowed. Rule: {name} is {rule}"
     raise OptionError(msg)
+
+
+def _compile_settings(
+    wanted: bool | str | Mapping[str, Any],  # noqa: FBT001 -- the user's own argument
+) -> tuple[tuple[str, Any], ...] | None:
+    match wanted:
+        case bool():
+            return () if wanted else None
+        case str():
+            return (("backend", wanted),)
+        case _:
+            return tuple(sorted(wanted.items()))

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -21,33 +22,31 @@ from typing_extensions import override
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
+from pipeswift_lightning.strategies.choice import choose_networks
+from pipeswift_lightning.strategies.clipping import clip_globally
+from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
-    check_layers,
     check_module,
     check_optimizers,
-    evaluated_once,
     one_optimizer,
-    pipelined,
 )
+from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
-from pipeswift_lightning.strategies.handover import GradientHandover
+from pipeswift_lightning.strategies.division import Division
+from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
+from pipeswift_lightning.strategies.handover import GradientHandover, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
-from pipeswift_lightning.strategies.network import (
-    PipelinedNetwork,
-    find_network,
-    find_networks,
-)
-from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
-from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.optimizers import unwrapped
+from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
-from pipeswift_lightning.strategies.state_strategy import StateStrategy
+from pipeswift_lightning.strategies.sharded_strategy import ShardedStrategy
 from pipeswift_lightning.strategies.step_times import StepTimes
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(StateStrategy):
+class PipeSwiftStrategy(ShardedStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
@@ -66,16 +65,26 @@ class PipeSwiftStrategy(StateStrategy):
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
             Several names, or ``None`` where every rank runs whole steps: several networks.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
-        loss: ``"per_sample"`` if the loss is a mean over samples: each micro-batch's is weighted by
-            its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
-            tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
+        loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
+            each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
+            not (a contrastive loss): it runs once on all outputs, with every micro-batch in
             flight. ``"transparent"`` if the step calls a network several times or optimises by
             hand: every rank runs the whole step. ``"auto"`` takes this where the module needs it;
             else it compares the other two in the first steps, and now and then.
+        loss_weight: What a micro-batch's loss counts by, among those of its batch: its
+            ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
+            Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
+            ``micro_batch_weight(micro_batch)`` of the LightningModule overrides it.
+        weights: A safetensors file, or a folder as Hugging Face writes it, for a module that
+            ``configure_model()`` builds on the meta device: each rank reads its own stage's.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
             memory allows, see `plan.lowering.lower`.
+        recompute: Layers whose inner activations are not kept, but computed once more in backward:
+            ``True`` for all, or so many of each stage, or a list with a number for each stage.
+        compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
+            its arguments.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -109,8 +118,12 @@ class PipeSwiftStrategy(StateStrategy):
         network: str | Sequence[str] | None = None,
         partition: Sequence[int] | None = None,
         loss: str = "auto",
+        loss_weight: str = "auto",
+        weights: str | Path | None = None,
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
+        recompute: bool | int | Sequence[int] = False,
+        compile: bool | str | Mapping[str, Any] = False,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -129,8 +142,11 @@ class PipeSwiftStrategy(StateStrategy):
                 partition=partition,
                 dynamic_shapes=dynamic_shapes,
                 loss=loss,
+                loss_weight=loss_weight,
                 receive_window=receive_window,
                 network=network,
+                recompute=recompute,
+                compile=compile,
             ),
             silence_s=silence_s,
             backend=process_group_backend,
@@ -141,6 +157,7 @@ class PipeSwiftStrategy(StateStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self._weights = weights
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
         self._sync_gradients = True
@@ -154,26 +171,11 @@ class PipeSwiftStrategy(StateStrategy):
         if module is None:
             return
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(module, self.precision_plugin, fitting=fitting)
+        check_module(module, fitting=fitting)
         check_callbacks(trainer.callbacks, self.mesh)  # type: ignore[attr-defined]
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
-            self._find_networks(module)
-
-    def _find_networks(self, module: LightningModule) -> tuple[list[PipelinedNetwork], str | None]:
-        """Return what is pipelined, and why every rank runs whole steps, if that is known."""
-        names, why = self.options.network, None
-        if self.options.loss is LossScope.TRANSPARENT:
-            why = 'loss="transparent"'
-        elif not module.automatic_optimization:
-            why = f"{type(module).__name__} sets automatic_optimization=False"
-        elif names is not None and len(names) > 1:
-            why = f"network={list(names)} names several"
-        if why is not None:
-            return pipelined(find_networks(module, names), self.mesh), why
-        network = find_network(module, names[0] if names else None)
-        check_layers(network.layers, self.mesh, network.name)
-        return [network], None
+            choose_networks(module, self.options, self.mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -182,9 +184,10 @@ class PipeSwiftStrategy(StateStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_module(module, self.precision_plugin, fitting=fitting)
+        check_module(module, fitting=fitting)
         self.precision_plugin.convert_module(module)
-        networks, why = self._find_networks(module)
+        networks, why = choose_networks(module, self.options, self.mesh)
+        self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
@@ -205,7 +208,11 @@ class PipeSwiftStrategy(StateStrategy):
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._clip_globally()
+            assert self._collectives is not None
+            clip_globally(self.precision_plugin, self._session, self._collectives)
+            self._scale_globally()
+            if DeferredRequeue.needed(trainer):
+                trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         if why is not None:
             self._session.make_transparent(networks, why)
         self._session.open()
@@ -214,7 +221,7 @@ class PipeSwiftStrategy(StateStrategy):
         """Start all ranks from rank 0's values, whether or not the user seeded everything."""
         if self._collectives is None or self.mesh.world_size == 1:
             return
-        tensors = [t.data for t in (*module.parameters(), *module.buffers())]
+        tensors = [t.data for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
         self._collectives.guarded(
             "waiting for rank 0's initial parameters",
             lambda: broadcast_tensors(tensors, 0, None, self.root_device),
@@ -228,23 +235,11 @@ class PipeSwiftStrategy(StateStrategy):
         else:
             move_buffers(self.lightning_module, self.root_device)
 
-    def _clip_globally(self) -> None:
-        """Make norm clipping see all stages.
-
-        The plugin's instance is patched, not its class: the class's name is a checkpoint key.
-        """
-        plugin = self.precision_plugin
-
-        collectives, session = self._collectives, self.session
-        assert collectives is not None
-
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            clip_by_global_norm(
-                parameters, clip_val, session.counted_parameters(), collectives.sum_over_stages
-            )
-
-        plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
+    def _scale_globally(self) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            assert self._collectives is not None
+            share_found_inf(scaler, self.root_device, self._collectives.sum_over_stages)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -258,9 +253,10 @@ class PipeSwiftStrategy(StateStrategy):
         output = self._run(StepHook.TRAINING, args, kwargs)
         if aside:
             self._handover.end(self.session.local_parameters())
+        self._after_step()
         self._step_times.add(self.session.recorder.events())
         # A step that every rank runs whole has a loss with a graph, for Lightning to walk.
-        return output if self.session.transparent is not None else _with_leaf_loss(output)
+        return output if self.session.transparent is not None else with_leaf_loss(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -312,11 +308,11 @@ class PipeSwiftStrategy(StateStrategy):
 
     @override
     def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         if self.mesh.num_stages > 1:
-            closure = evaluated_once(closure, optimizer)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+            closure = once(closure, unwrapped(optimizer))
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     @contextmanager
@@ -327,6 +323,15 @@ class PipeSwiftStrategy(StateStrategy):
             yield
         finally:
             self._sync_gradients = True
+
+    @override
+    def step_state(self) -> dict[str, Any]:
+        return {} if self._steps is None else self._steps.state()
+
+    @override
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        if self._steps is not None and state:
+            self._steps.load_state(state)
 
     # -- observing ----------------------------------------------------------------------------
 
@@ -358,8 +363,11 @@ class PipeSwiftStrategy(StateStrategy):
 
     @override
     def teardown(self) -> None:
-        session, self._session = self._session, None
         healthy = self._groups is not None and not self._watch.failed
+        if healthy:
+            self.finish_saves()
+        self._close_saver()
+        session, self._session = self._session, None
         whole = healthy or session is None or session.share is None
         if session is not None and healthy and self._collectives is not None:
             self._collectives.guarded(
@@ -368,7 +376,9 @@ class PipeSwiftStrategy(StateStrategy):
         elif session is not None:
             session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if whole:  # a module with absent parameters cannot be moved
+        if whole and self._is_divided:
+            self._release_divided()
+        elif whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
         if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():
@@ -382,12 +392,3 @@ class PipeSwiftStrategy(StateStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Pipeline parallelism (pipeswift-lightning)"
             )
-
-
-def _with_leaf_loss(output: Any) -> Any:
-    """Give Lightning a loss that it may call backward on; the gradients are already there."""
-    if isinstance(output, Tensor):
-        return output.detach().requires_grad_()
-    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
-        return {**output, "loss": output["loss"].detach().requires_grad_()}
-    return output

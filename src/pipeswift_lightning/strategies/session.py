@@ -1,7 +1,8 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import (
-    batch_checksum,
-    describe_batch,
     structure_of,
 )
 from pipeswift_lightning.runtime.communication import in_collective
@@ -32,26 +31,24 @@ from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
-from pipeswift_lightning.strategies.assembly import check_owners, choose_partition
 from pipeswift_lightning.strategies.contract import pipelined
-from pipeswift_lightning.strategies.look import look_at_step
-from pipeswift_lightning.strategies.loss_scope import difference
+from pipeswift_lightning.strategies.division import divided_names
+from pipeswift_lightning.strategies.hugging_face import returned, without_caches
+from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
+from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
+from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
+from pipeswift_lightning.strategies.stages import check_fits, choose_partition
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
+from pipeswift_lightning.strategies.step_times import gather_timeline
 from pipeswift_lightning.strategies.transparent import TransparentNetworks
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["PipelineSession"]
-
-
-_LATE = (
-    "a step calls its network more than once, or differentiates by itself, which earlier steps did "
-    "not, while gradients accumulate. Rule: with accumulate_grad_batches, the first steps show how "
-    'all steps run. Remedy: PipeSwiftStrategy(loss="transparent")'
-)
 
 
 class PipelineSession:
@@ -91,13 +88,20 @@ class PipelineSession:
         self.recorder = Recorder(groups.rank)
         self.plan: Plan | None = None
         self.progress = progress
+        self.recorded: RecordedPlan | None = None
         self._optimizers = optimizers
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
         self.cut = LayerCut(
-            network.module, network.layers, network_name=network.name, device=device
+            network.module,
+            network.layers,
+            network_name=network.name,
+            device=device,
+            returned=returned,
         )
+        self._wrappers = LayerWrappers(network, options)
         self._running = False
+        self._changes = ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
@@ -133,9 +137,11 @@ class PipelineSession:
 
     def open(self) -> None:
         """Intercept the network's layers."""
+        self._changes.enter_context(without_caches(self.module))
         self._metrics.open()
         if self.transparent is None:
             self.network.module.__dict__.update(chained(self.network))
+            self._wrappers.install()  # before the cut, which calls what it finds there
             self.cut.install()
 
     def make_transparent(self, networks: Sequence[PipelinedNetwork], why: str) -> None:
@@ -167,7 +173,7 @@ class PipelineSession:
             DisagreementError: The ranks drew different batches, or made different plans.
             CutError: The step cannot be cut.
         """
-        self.progress.step = (self.progress.step or 0) + 1
+        self.progress.step = (self.progress.step or 0) + (not call.probing)
         with preserved_rng(self.device):
             trace = self._trace(call) if self.num_stages > 1 else None
             whole = scope is LossScope.WHOLE_BATCH
@@ -177,8 +183,9 @@ class PipelineSession:
                 "micro-batches": str(plan.micro_batches.sizes),
                 "layers": str(self._order),
                 "loss": scope,
+                "weights": str(call.weighting),
             }
-            self._agree({**facts, **self._batch_facts(call.hook, call.batch)})
+            self._agree({**facts, **batch_facts(self.module, call.hook, call.batch)})
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
             self._running = True
@@ -197,7 +204,7 @@ class PipelineSession:
         """
         assert self.transparent is not None
         self.progress.step = (self.progress.step or 0) + 1
-        self._agree(self._batch_facts(hook, batch))
+        self._agree(batch_facts(self.module, hook, batch))
         self.recorder.begin()
         self._running = True
         try:
@@ -219,16 +226,34 @@ class PipelineSession:
         self._executor.run(row, program, training=training)
         program.complete(is_last=self.is_last)
 
-    def check(self, program: StepProgram | WholeBatchProgram) -> str | None:
-        """Return which value of the step its micro-batches do not give alike (last stage)."""
-        if not isinstance(program, WholeBatchProgram):
-            return None
+    def by_micro_batch(self, program: WholeBatchProgram) -> StepResult:
+        """Return what the step gives for each micro-batch alone (last stage)."""
         self._running = True
         try:
             with preserved_rng(self.device), self._metrics.untouched():
-                return difference(program)
+                return StepResult(*program.by_micro_batch(), program.call.sizes)
         finally:
             self._running = False
+
+    def look(self, call: StepCall, scope: LossScope) -> StepResult:
+        """Run a step's forward in evaluation mode, and leave no trace (results: last stage).
+
+        Dropout would tell the whole batch from its micro-batches, whatever their weights.
+        """
+        modes = [(child, child.training) for child in self.module.modules()]
+        self.module.eval()
+        try:
+            with self._metrics.untouched():
+                program = self.run(replace(call, probing=True), scope)
+        finally:
+            for child, training in modes:
+                child.training = training
+        if isinstance(program, WholeBatchProgram):
+            return program.whole()
+        ids = range(len(call.sizes)) if self.is_last else ()
+        return StepResult(
+            [program.outputs[i] for i in ids], [program.records[i] for i in ids], call.sizes
+        )
 
     def _range(self) -> tuple[int, int]:
         assert self.partition is not None
@@ -249,15 +274,6 @@ class PipelineSession:
             self.plan = plan
         return plan
 
-    def _batch_facts(self, hook: str, batch: Any) -> dict[str, str]:
-        trainer = self.module.trainer
-        return {
-            "hook": hook,
-            "batches in an epoch": str(trainer.num_training_batches),
-            "batch": describe_batch(batch),
-            "samples (checksum)": str(batch_checksum(batch)),
-        }
-
     def _agree(self, facts: Mapping[str, str]) -> None:
         if self.num_stages == 1:
             return
@@ -276,7 +292,7 @@ class PipelineSession:
         key = (call.hook, self.module.training, structure_of(first))
         trace = self._traces.get(key)
         if trace is None:
-            self._agree(self._batch_facts(call.hook, call.batch))
+            self._agree(batch_facts(self.module, call.hook, call.batch))
             trace = look_at_step(self.module, self.cut, self._metrics, call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO:
                 self._undo_cut()
@@ -294,7 +310,7 @@ class PipelineSession:
         share, self._cut_share, self.partition = self._cut_share, None, None
         if share is not None:
             if self.plan is not None and self.module.trainer.accumulate_grad_batches > 1:
-                raise CutError(_LATE)  # gradients may be waiting, each on its stage
+                raise CutError(LATE)  # gradients may be waiting, each on its stage
             with self._optimizers.made_whole():
                 share.bring_back(self.groups, self.device)
 
@@ -302,42 +318,34 @@ class PipelineSession:
         if self.partition is None:
             self._assemble(trace)
         else:
-            self._check_fits(trace, hook)
+            assert self.share is not None
+            owners = self.share.owners
+            check_fits(self.module, self.network, trace, hook, self._order, owners, self.partition)
 
     def _assemble_single(self) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
+            self._wrappers.choose(range(len(self.network.layers)), 0, 1)
             self._optimizers.keep_local()
 
     def _assemble(self, trace: StepTrace) -> None:
-        self.partition = choose_partition(
-            self.module, self.network, trace, self.num_stages, self.options.partition
-        )
+        chosen = self.options.partition
+        if chosen is None and self.recorded is not None:
+            chosen = self.recorded.layers_for(trace.num_layers)
+        self.partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
         self._order = trace.order
+        layers = trace.order[slice(*self._range())]
+        self._wrappers.choose(layers, self.stage, self.num_stages)
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))
-        share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
-        self._cut_share = share
+        table, divided = ParameterTable.of(self.module), divided_names(self.module)
+        self._cut_share = share = LocalShare(self.module, owners, table, self.stage, divided)
         share.give_up_foreign()
         share.move_to(self.device)
         self._optimizers.keep_local()
-
-    def _check_fits(self, trace: StepTrace, hook: str) -> None:
-        assert self.partition is not None and self.share is not None  # noqa: PT018
-        if trace.order != self._order:
-            msg = (
-                f"{hook} calls the layers of {self.network.name} in the order {trace.order}, but "
-                f"the stages were cut for the order {self._order}. Rule: all steps call the same "
-                "layers in the same order"
-            )
-            raise CutError(msg)
-        now = find_owners(
-            self.module, self.network.module, self.network.layers, trace, self.partition
-        )
-        check_owners(hook, trace, now, self.share.owners)
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
@@ -369,14 +377,12 @@ class PipelineSession:
 
     def timeline(self) -> Timeline:
         """The last step of this rank's pipeline; collective over the pipeline."""
-        every: list[Any] = [None] * self.num_stages
-        dist.all_gather_object(every, self.recorder.events(), group=self.groups.pipeline)
-        events = tuple(event for events in every for event in events)
-        return Timeline(events=events, num_ranks=self.groups.mesh.world_size)
+        return gather_timeline(self.recorder.events(), self.groups)
 
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""
         self._metrics.close()
+        self._changes.close()
         share = self.share
         if self.transparent is not None:
             self.transparent.close()
@@ -388,5 +394,6 @@ class PipelineSession:
 
     def _remove_cut(self) -> None:
         self.cut.remove()
+        self._wrappers.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)

@@ -27,9 +27,11 @@ from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, Owners, ParameterTable, find_owners
 from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
-from pipeswift_lightning.strategies.assembly import choose_partition
+from pipeswift_lightning.strategies.hugging_face import returned
+from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained
 from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.stages import choose_partition
 
 __all__ = ["TransparentNetworks"]
 
@@ -74,6 +76,7 @@ class TransparentNetworks:
         self._options = options
         self._on_assembled = on_assembled
         self._networks: dict[CollectiveNetwork, PipelinedNetwork] = {}
+        self._wrappers: dict[CollectiveNetwork, LayerWrappers] = {}
         self._seeds: tuple[int, ...] = _OUTSIDE
         self._calls = 0
         self._warned = False
@@ -83,9 +86,15 @@ class TransparentNetworks:
 
     def _add(self, network: PipelinedNetwork) -> None:
         cut = LayerCut(
-            network.module, network.layers, network_name=network.name, device=self.device
+            network.module,
+            network.layers,
+            network_name=network.name,
+            device=self.device,
+            returned=returned,
         )
-        self._networks[CollectiveNetwork(cut, self)] = network
+        collective = CollectiveNetwork(cut, self)
+        self._networks[collective] = network
+        self._wrappers[collective] = LayerWrappers(network, self._options)
 
     def open(self, why: str) -> None:
         """Answer the networks' calls from now on; ``why`` tells the user the reason."""
@@ -99,6 +108,7 @@ class TransparentNetworks:
         for collective, network in self._networks.items():
             pipelined |= {id(p) for p in network.parameters()}
             network.module.__dict__.update(chained(network))
+            self._wrappers[collective].install()
             collective.install()
             collective.cut.on_outside = lambda c=collective: self._leave_whole(c)
         for parameter in self.module.parameters():
@@ -116,6 +126,7 @@ class TransparentNetworks:
         """Let the networks answer by themselves again."""
         for collective, network in reversed(self._networks.items()):
             collective.remove()
+            self._wrappers[collective].remove()
             if network.chain:
                 network.module.__dict__.pop("forward", None)
         self._networks.clear()
@@ -179,7 +190,11 @@ class TransparentNetworks:
         if wanted is not None and sum(wanted) != trace.num_layers and len(self._networks) > 1:
             wanted = None  # it is another network's
         num_stages = self.groups.mesh.num_stages
-        partition = choose_partition(self.module, network, trace, num_stages, wanted)
+        partition = choose_partition(self.module, network, trace, wanted, num_stages)
+        stage = self.groups.coordinate.stage
+        layers = partition.ranges[stage]
+        own_layers = trace.order[layers.start : layers.stop]
+        self._wrappers[collective].choose(own_layers, stage, num_stages)
         found = find_owners(self.module, network.module, network.layers, trace, partition)
         own = self._own_names(network, trace)
         self._check_apart(network, own)
@@ -239,6 +254,7 @@ class TransparentNetworks:
         if collective.partition is None:
             network = self._networks.pop(collective)
             collective.remove()
+            self._wrappers[collective].remove()
             for parameter in network.parameters():
                 parameter.data = parameter.data.to(self.device)
             self._watch()

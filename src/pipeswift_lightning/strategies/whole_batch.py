@@ -6,7 +6,7 @@ is that no micro-batch can begin its backward before every forward has ended (GP
 all of them are in flight.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,19 +17,113 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from pipeswift_lightning.plan.microbatches import split_batch_size
 from pipeswift_lightning.runtime.arrival import Arrival
-from pipeswift_lightning.runtime.batching import batch_signature, split_batch
+from pipeswift_lightning.runtime.batching import batch_signature, num_samples, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
-from pipeswift_lightning.runtime.joining import JoinedOutputs, join_outputs
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded
 from pipeswift_lightning.strategies.step import StepCall, loss_of, without_graph
+from pipeswift_lightning.strategies.unjoined import Unjoined, aligned, constant
 
-__all__ = ["WholeBatchProgram"]
+__all__ = ["WholeBatchProgram", "join_outputs"]
 
 _WHOLE = 1 << 20  # in place of a micro-batch's id in random streams
+
+
+@dataclass(slots=True)
+class _Joined:
+    """The outputs of all micro-batches as one, and how its gradient is given back to each."""
+
+    value: Any
+    arrivals: list[Arrival | None]
+    parts: list[list[Tensor]]
+    weights: list[float]
+    joined_gradients: list[Tensor | None] = field(default_factory=list)
+
+    def take_gradients(self) -> None:
+        """Note the gradients of the joined tensors, after the loss's backward."""
+        self.joined_gradients = [
+            a.take_gradient() if a is not None else None for a in self.arrivals
+        ]
+
+    def gradients(self, micro_batch: int, sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """Return a micro-batch's output tensors that need a gradient, and their gradients."""
+        start = sum(sizes[:micro_batch])
+        tensors, gradients = [], []
+        for part, gradient in zip(self.parts[micro_batch], self.joined_gradients, strict=True):
+            if not part.requires_grad or gradient is None:
+                continue
+            tensors.append(part)
+            if gradient.dim() == 0:
+                gradients.append(gradient * self.weights[micro_batch])
+            else:
+                gradients.append(gradient[start : start + sizes[micro_batch]])
+        return tensors, gradients
+
+
+def join_outputs(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    network: str,
+    shares: Sequence[float] | None = None,
+) -> _Joined:
+    """Join what the network returned for each micro-batch, in the batch's order.
+
+    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged by
+    the micro-batches' shares of the batch: those of their samples, unless they are given. What
+    cannot be joined is an error where the step uses it.
+
+    Example:
+        >>> join_outputs([torch.zeros(2, 1), torch.ones(1, 1)], [2, 1], "net").value.tolist()
+        [[0.0], [0.0], [1.0]]
+    """
+    flat = [tree_flatten(output) for output in aligned(outputs, network)]
+    weights = [*shares] if shares is not None else [size / sum(sizes) for size in sizes]
+    parts: list[list[Tensor]] = [[] for _ in outputs]
+    arrivals: list[Arrival | None] = []
+    joined: list[Any] = []
+    for column in zip(*(f[0] for f in flat), strict=True):
+        if not isinstance(column[0], Tensor):
+            joined.append(constant(column, network))
+            continue
+        tensor = _join_tensors(column, sizes, weights, network)
+        if isinstance(tensor, Unjoined):
+            joined.append(tensor)
+            continue
+        wanted = torch.is_grad_enabled() and any(part.requires_grad for part in column)
+        arrival = Arrival(tensor) if wanted else None
+        for mine, part in zip(parts, column, strict=True):
+            mine.append(part)
+        arrivals.append(arrival)
+        joined.append(arrival.tensor if arrival is not None else tensor)
+    return _Joined(tree_unflatten(joined, flat[0][1]), arrivals, parts, weights)
+
+
+def _join_tensors(
+    column: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], network: str
+) -> Tensor | Unjoined:
+    detached = [part.detach() for part in column]
+    if all(part.dim() == 0 for part in detached):
+        if not detached[0].is_floating_point():
+            return detached[-1]
+        return sum(
+            (part * weight for part, weight in zip(detached, weights, strict=True) if weight),
+            start=torch.zeros_like(detached[0]),
+        )
+    by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
+    if not by_row or len({p.shape[1:] for p in detached}) > 1 or any(p.is_meta for p in detached):
+        shapes = [list(part.shape) for part in detached]
+        what = f"tensors of shapes {shapes} for micro-batches of {list(sizes)} samples"
+        return Unjoined(what, network)
+    return torch.cat(detached)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 @dataclass(slots=True)
@@ -37,6 +131,7 @@ class WholeBatchProgram(StageProgram):
     """Runs the network of one stage for each micro-batch, and the user's step once.
 
     Attributes:
+        sizes: Rows of the network's arguments in each micro-batch; samples, as a rule.
         output: On the last stage, what the step returned for the batch.
         records: On the last stage, its calls of ``self.log``.
     """
@@ -47,25 +142,52 @@ class WholeBatchProgram(StageProgram):
     first: int
     last: int
     call: StepCall
+    sizes: tuple[int, ...] = ()
     output: Any = None
     records: list[LogRecord] = field(default_factory=list)
     _calls: list[tuple[Any, Any]] = field(default_factory=list)
     _given: list[tuple[Tensor, Arrival]] = field(default_factory=list)
     _outputs: dict[int, Any] = field(default_factory=dict)
-    _joined: JoinedOutputs | None = None
-    _arrivals: list[Arrival | None] = field(default_factory=list)
-    _gradients: list[Tensor | None] = field(default_factory=list)
+    _joined: _Joined | None = None
+
+    def __post_init__(self) -> None:
+        self.sizes = self.sizes or self.call.sizes
 
     def prepare(self) -> None:
         """Run the step up to the network's call, and split the call's arguments."""
-        step = self.call.bound(self.module, self.call.batch)
+        args, kwargs = self._captured(self.call.batch)
+        arguments = self._detached((args, kwargs))
+        rows = num_samples(arguments)
+        if rows != sum(self.call.sizes):  # two batches joined, or each sample seen twice
+            self.sizes = split_batch_size(rows, len(self.call.sizes))
+        self._calls = list(split_batch(arguments, self.sizes))
+        if any(leaf.shape[0] > rows for leaf in tree_flatten(arguments)[0] if _has_rows(leaf)):
+            self._split_packed(arguments)
+
+    def _captured(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        step = self.call.bound(self.module, batch)
         with recorded(self.module), self.call.context():
             reseeder(self.cut.device, *self.call.seed, _WHOLE)(0, False)  # noqa: FBT003 -- a gap
-            args, kwargs = self.cut.call.capture(
+            return self.cut.call.capture(
                 step, step_name=self.call.hook, absent_parameters=self.first > 0
             )
-        arguments = self._detached((args, kwargs))
-        self._calls = list(split_batch(arguments, self.call.sizes))
+
+    def _split_packed(self, arguments: Any) -> None:
+        """Split arguments whose rows are no samples, such as the patches of all images.
+
+        How many rows a micro-batch has of them is seen in the call that its own step makes.
+        """
+        own = [tree_flatten(self._captured(batch))[0] for batch in self.call.micro_batches]
+        calls = [tree_flatten(call) for call in self._calls]
+        for i, leaf in enumerate(tree_flatten(arguments)[0]):
+            if not _has_rows(leaf) or any(len(mine) <= i or not _has_rows(mine[i]) for mine in own):
+                continue
+            rows = [mine[i].shape[0] for mine in own]
+            if sum(rows) == leaf.shape[0]:
+                parts = torch.unsafe_split_with_sizes(leaf, rows)
+                for (leaves, _), part in zip(calls, parts, strict=True):
+                    leaves[i] = part
+        self._calls = [tree_unflatten(leaves, spec) for leaves, spec in calls]
 
     def _detached(self, arguments: Any) -> Any:
         """Cut the graph at the network's arguments: it is walked once, after all micro-batches."""
@@ -100,7 +222,7 @@ class WholeBatchProgram(StageProgram):
         if self._joined is None:
             self.finish()
         assert self._joined is not None
-        tensors, gradients = self._joined.shares(micro_batch, self._gradients)
+        tensors, gradients = self._joined.gradients(micro_batch, self.sizes)
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
@@ -112,25 +234,18 @@ class WholeBatchProgram(StageProgram):
     def finish(self) -> None:
         """Run the user's step on the joined output, and differentiate its loss."""
         ids = range(len(self.call.sizes))
-        self._joined = joined = join_outputs(
-            [self._outputs[i] for i in ids], self.call.sizes, self.cut.network_name
+        self._joined = join_outputs(
+            [self._outputs[i] for i in ids],
+            self.sizes,
+            self.cut.network_name,
+            self.call.weighting.loss,
         )
-        self._arrivals = [
-            Arrival(tensor) if wanted and torch.is_grad_enabled() else None
-            for tensor, wanted in zip(joined.tensors, joined.wanted, strict=True)
-        ]
-        value = joined.fill(
-            [
-                tensor if arrival is None else arrival.tensor
-                for tensor, arrival in zip(joined.tensors, self._arrivals, strict=True)
-            ]
-        )
-        output, self.records = self._inject(self.call.batch, value, _WHOLE)
+        output, self.records = self._inject(self.call.batch, self._joined.value, _WHOLE)
         self.output = without_graph(output)
         loss = loss_of(output) if self.call.training else None
         if loss is not None:
-            self.module.backward(loss / self.call.loss_divisor)
-        self._gradients = [a.take_gradient() if a is not None else None for a in self._arrivals]
+            self.module.backward(self.call.scale(loss / self.call.loss_divisor))
+        self._joined.take_gradients()
 
     def complete(self, *, is_last: bool) -> None:
         """Do what is left once this rank's row has run."""
@@ -141,6 +256,10 @@ class WholeBatchProgram(StageProgram):
             used = [(leaf, gradient) for leaf, gradient in given if gradient is not None]
             if used:
                 torch.autograd.backward([leaf for leaf, _ in used], [grad for _, grad in used])
+
+    def whole(self) -> StepResult:
+        """Return what the step gave for the batch (last stage)."""
+        return StepResult([self.output], [self.records], [sum(self.call.sizes)])
 
     def result(self) -> tuple[Any, list[MergedLog]]:
         """Return the step's output and logs (last stage)."""
