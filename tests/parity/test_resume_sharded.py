@@ -147,7 +147,7 @@ def _go_on_simply(folder: Path, stages: int, sources: list[str]) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where: Path = tmp_path_factory.mktemp("sharded")
     torch.save(fit(simple, ordered, "auto", max_epochs=2), where / "plain.pt")
-    run_ranks(_straight, 4, {"folder": where}, deadline_s=90)
+    run_ranks(_straight, 4, {"folder": where}, deadline_s=150)
     return where
 
 
@@ -176,7 +176,7 @@ def test_twenty_saves_in_a_thread_all_are_whole(folder: Path) -> None:
 def test_it_goes_on_identically(folder: Path, ranks: int, stages: int, cases: Any) -> None:
     """Losses, logs, metrics, rates and parameters: within an epoch, at its end, mid-validation."""
     kwargs = {"folder": folder, "stages": stages, "cases": cases}
-    run_ranks(_go_on, ranks, kwargs, deadline_s=60)
+    run_ranks(_go_on, ranks, kwargs, deadline_s=120)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_it_goes_on_identically(folder: Path, ranks: int, stages: int, cases: An
 )
 def test_replicas_come_and_go(folder: Path, ranks: int, stages: int, sources: list[str]) -> None:
     kwargs = {"folder": folder, "stages": stages, "sources": sources}
-    run_ranks(_go_on_simply, ranks, kwargs, deadline_s=60)
+    run_ranks(_go_on_simply, ranks, kwargs, deadline_s=120)
 
 
 def test_plain_lightning_goes_on_from_a_consolidated_file(folder: Path) -> None:

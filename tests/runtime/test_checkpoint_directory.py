@@ -163,7 +163,7 @@ def test_a_death_at_any_change_of_the_disk_leaves_a_whole_checkpoint(tmp_path: P
         calls: Any = context.Value("i", 0)
         process = context.Process(target=_die_at, args=(call, str(folder), calls))
         process.start()
-        process.join(30)
+        process.join(60)
         newest = CheckpointDirectory(folder).newest()
         assert newest is not None, f"nothing is left by a death at call {call}"
         step = _check(newest)
@@ -216,7 +216,7 @@ def test_kills_at_random_moments_lose_nothing_that_was_saved(tmp_path: Path) -> 
         ranks = [context.Process(target=_save_for_ever, args=(r, *args)) for r in range(2)]
         for process in ranks:
             process.start()
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + 90
         while done.value == began and time.monotonic() < limit:
             time.sleep(0.002)
         time.sleep(draw.random() * 0.1)

@@ -103,7 +103,7 @@ def _worlds() -> dict[int, list[tuple[int, int]]]:
 @pytest.mark.slow
 def test_no_tensor_differs_over_all_pairs_of_topologies(tmp_path: Path) -> None:
     for size, topologies in _worlds().items():
-        run_ranks(_save, size, {"folder": tmp_path, "topologies": topologies})
+        run_ranks(_save, size, {"folder": tmp_path, "topologies": topologies}, deadline_s=90)
     module, optimizer = _trained()
     names = {f"{MODEL}{name}" for name in Structure.of(module).tensors}
     names |= optimizer_tensors([optimizer], module)[0].keys()
@@ -116,4 +116,4 @@ def test_no_tensor_differs_over_all_pairs_of_topologies(tmp_path: Path) -> None:
             p.stat().st_size for p in (tmp_path / "1x1" / "step3").glob("*.distcp")
         )
     for size, topologies in _worlds().items():
-        run_ranks(_load, size, {"folder": tmp_path, "topologies": topologies})
+        run_ranks(_load, size, {"folder": tmp_path, "topologies": topologies}, deadline_s=90)
