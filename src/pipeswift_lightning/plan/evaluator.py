@@ -20,7 +20,7 @@ from pipeswift_lightning.plan.costs import CostError, Link, StepCosts
 from pipeswift_lightning.plan.instructions import Backward, Compute, Schedule, ScheduleError
 from pipeswift_lightning.plan.schedules import build_schedule
 
-__all__ = ["Evaluator", "OrderCosts", "evaluator_for"]
+__all__ = ["Evaluator", "OrderCosts", "check_fits", "evaluator_for"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -110,6 +110,11 @@ class Evaluator:
     def num_computes(self) -> int:
         """Number of computations of the schedule."""
         return self.levels[-1].rows.stop - 1
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the schedule trains."""
+        return self.num_computes > len(self.output_rows) * self.num_stages
 
     @property
     def part_size(self) -> int:
