@@ -29,7 +29,7 @@ _CHAINS = 16
 _SAMPLE = 160  # Neighbours that a round tries.
 _KEEP, _JOIN = 40, 16  # Steps carried over to the next round; how many of them are joined.
 _PATIENCE = 6  # Rounds without gain before a chain is kicked.
-_KICK = (2, 5)  # Steps of a kick, from and below.
+_KICK = (1, 3)  # Steps of a kick, from and below.
 _FROM_OWN_BEST = 0.7  # Share of kicks from the chain's own best order, not from the best of all.
 
 
