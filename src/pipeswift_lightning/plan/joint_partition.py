@@ -73,7 +73,7 @@ def simulated_partition(
         >>> from pipeswift_lightning.plan.evaluator import evaluator_for
         >>> problem = StageProblem(costs_s=(1, 1, 1, 1, 2), num_stages=2)
         >>> simulated_partition(problem, evaluator_for("1f1b", 2, 2), StepShape(scales=(1, 1)))
-        (Partition(starts=(0, 3), num_layers=5), 27.0)
+        (Partition(starts=(0, 4), num_layers=5), 26.0)
     """
     have = evaluator.num_stages, evaluator.num_micro_batches
     need = problem.num_stages, len(shape.scales)
