@@ -152,7 +152,7 @@ def solve_starts(problem: StageProblem) -> tuple[int, ...]:
 
     A guess ``T`` of the bottleneck bounds ``j`` to stages not longer than ``T``, and ``i`` to what
     stages within ``T`` before and after it can hold; the result is exact if it is at most ``T``,
-    otherwise a larger guess is tried. About ``n^2`` steps instead of ``p n^2`` if the guess is good.
+    otherwise a larger guess is tried. With a good guess ``n^2`` steps instead of ``p n^2``.
 
     Returns:
         Layer indices, the first 0. Shape ``[num_stages]``. Ties go to the earliest split, and the
@@ -168,8 +168,8 @@ def solve_starts(problem: StageProblem) -> tuple[int, ...]:
     if problem.memory is None or _solve(_tables(replace(problem, memory=None))) is None:
         message = (
             f"cannot cut {len(problem.costs_s)} layers into {problem.num_stages} stages with "
-            f"{len(problem.forbidden_cuts)} cuts forbidden. Rule: {problem.num_stages - 1} cuts are "
-            "needed. Remedy: use fewer stages, or forbid fewer cuts"
+            f"{len(problem.forbidden_cuts)} cuts forbidden. Rule: {problem.num_stages - 1} cuts "
+            "are needed. Remedy: use fewer stages, or forbid fewer cuts"
         )
         raise PartitionError(message)
     raise PartitionError(_does_not_fit(problem, problem.memory))
@@ -340,16 +340,16 @@ def _remedies(problem: StageProblem, memory: LayerMemory) -> list[str]:
         recomputed = replace(memory, activation_bytes=memory.recomputed_bytes)
         if _fits(problem, recomputed):
             found.append("recompute the layers in backward (recompute=True)")
-    for more in range(1, min(3 * problem.num_stages, len(problem.costs_s) - problem.num_stages) + 1):
+    for more in range(
+        1, min(3 * problem.num_stages, len(problem.costs_s) - problem.num_stages) + 1
+    ):
         head = tuple(memory.in_flight[0] + k for k in range(more, 0, -1))
         deeper = replace(
             memory,
             in_flight=(*head, *memory.in_flight),
             capacity_bytes=(min(memory.capacity_bytes),) * more + memory.capacity_bytes,
         )
-        wider = replace(
-            problem, num_stages=problem.num_stages + more, slowdown=None, memory=None
-        )
+        wider = replace(problem, num_stages=problem.num_stages + more, slowdown=None, memory=None)
         if _fits(wider, deeper):
             found.append(f"use {wider.num_stages} stages")
             break

@@ -109,7 +109,7 @@ class Evaluator:
     @property
     def num_computes(self) -> int:
         """Number of computations of the schedule."""
-        return self.levels[-1].rows.stop - 1
+        return int(self.levels[-1].rows.stop) - 1
 
     @property
     def has_backward(self) -> bool:
@@ -177,7 +177,9 @@ class Evaluator:
     ) -> Iterator[tuple[slice, Floats]]:
         """Yield candidates and the end of each row, in parts that fit a cache."""
         candidates = durations_s.shape[1]
-        rows = [level.computes if row_of is None else row_of[level.computes] for level in self.levels]
+        rows = [
+            level.computes if row_of is None else row_of[level.computes] for level in self.levels
+        ]
         size = self.part_size
         for begin in range(0, candidates, size):
             part = slice(begin, begin + size)

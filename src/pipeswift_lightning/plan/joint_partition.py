@@ -7,10 +7,11 @@ otherwise those around the least bottleneck, evenly balanced or tapered, and the
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeswift_lightning.plan.bottleneck import PartitionError, StageProblem, solve_starts
 from pipeswift_lightning.plan.costs import Link
@@ -18,6 +19,8 @@ from pipeswift_lightning.plan.evaluator import Evaluator, Floats, Ints
 from pipeswift_lightning.plan.partition import Partition
 
 __all__ = ["StepShape", "simulated_partition"]
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
 
 _INSTANT = Link()
 _ALL_CELLS = 12_000_000  # Computations times partitions up to which all are simulated: 0.1 s.
@@ -144,10 +147,10 @@ class _Search:
                     moved.append(pair)
         return np.array(moved, dtype=np.int64).reshape(-1, len(starts))
 
-    def _admissible(self, starts: Ints) -> np.ndarray:
+    def _admissible(self, starts: Ints) -> Bools:
         n = len(self.problem.costs_s)
         bounds = np.hstack([starts, np.full((len(starts), 1), n)])
-        good: np.ndarray = (np.diff(bounds, axis=1) > 0).all(axis=1)
+        good: Bools = np.all(np.diff(bounds, axis=1) > 0, axis=1)
         good &= ~np.isin(starts[:, 1:], sorted(self.problem.forbidden_cuts)).any(axis=1)
         memory = self.problem.memory
         if memory is not None:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -92,8 +93,8 @@ def find_order_and_warm_up(
     stages, m = costs.num_stages, costs.num_micro_batches
     if len(in_flight_limit) != stages or min(in_flight_limit) < 1:
         message = (
-            f"in_flight_limit={list(in_flight_limit)} does not fit {stages} stages. Rule: one limit "
-            "of 1 or more a stage. Remedy: if not even one micro-batch fits, make it smaller"
+            f"in_flight_limit={list(in_flight_limit)} does not fit {stages} stages. Rule: one "
+            "limit of 1 or more a stage. Remedy: if not even one micro-batch fits, make it smaller"
         )
         raise WarmUpError(message)
     limits = tuple(min(m, *in_flight_limit[: r + 1]) for r in range(stages))
@@ -123,7 +124,7 @@ class _Search:
             for depths in [d for d in ranked if d not in done][:_SEARCHED]:
                 good = np.argsort(values[depths], kind="stable")
                 found = search_orders(
-                    lambda o, e=self._evaluator(depths): self.costs.makespans_s(e, o),  # type: ignore[misc]
+                    partial(self.costs.makespans_s, self._evaluator(depths)),
                     orders[good],
                     evaluations=self.evaluations,
                     repair=repair,
