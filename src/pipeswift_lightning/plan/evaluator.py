@@ -325,6 +325,12 @@ class OrderCosts:
         silent = not wire.any() and (overlap or not link.latency_s)
         return cls(both[:, :m], None if silent else both[:, m:], row_of, link.latency_s, overlap)
 
+    @property
+    def equal(self) -> bool:
+        """Whether all micro-batches cost the same, so that their order does not matter."""
+        tables = [self.kinds_s] if self.wire_s is None else [self.kinds_s, self.wire_s]
+        return all(bool((table == table[:, :1]).all()) for table in tables)
+
     def makespans_s(self, evaluator: Evaluator, orders: Ints) -> Floats:
         """Return the makespan of each order. Shape of ``orders``: ``[candidates][m]``."""
         return self._by_parts(evaluator, evaluator.makespans_s, orders)

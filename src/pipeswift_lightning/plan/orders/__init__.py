@@ -18,7 +18,8 @@ ORDERS = (*ORDER_RULES, "searched")
 
 _INSTANT = Link()
 # Computations times candidates that take about 20 ms for up to ten micro-batches, 100 ms above.
-_FEW, _FEW_CELLS, _MANY_CELLS = 10, 1_200_000, 9_000_000
+_FEW, _FEW_CELLS, _MANY_CELLS = 10, 1_200_000, 12_000_000
+_MOST = 40_000
 _FOR_EACH_ORDER = 20  # Most orders timed for each one there is.
 _WIRE_FACTOR = 4  # How much longer a candidate takes when messages occupy links.
 
@@ -85,7 +86,9 @@ def find_order(
 
 def default_evaluations(evaluator: Evaluator, costs: OrderCosts) -> int:
     """Return the number of orders that take about 20 ms (100 ms above ten micro-batches)."""
+    if costs.equal:
+        return 0
     m = evaluator.num_micro_batches
     cells = _FEW_CELLS if m <= _FEW else _MANY_CELLS
     number = cells // evaluator.num_computes // (1 if costs.wire_s is None else _WIRE_FACTOR)
-    return min(number, _FOR_EACH_ORDER * math.factorial(min(m, _FEW)))
+    return min(number, _MOST, _FOR_EACH_ORDER * math.factorial(min(m, _FEW)))

@@ -29,6 +29,7 @@ _ALL = 128  # Depths that are all tried, if there are no more.
 _SEARCHED = 4  # Depths for which an order is searched, each round.
 _ROUNDS = 3
 _CELLS, _MANY_CELLS = 700_000, 3_000_000  # Of one search; see orders.default_evaluations.
+_MOST = 12_000  # Orders timed by one search.
 _FEW = 10
 
 
@@ -110,7 +111,8 @@ class _Search:
         self.all_tried = False
         self.depths = self._family()
         cells = _CELLS if m <= _FEW else _MANY_CELLS
-        self.evaluations = cells // (2 * stages * m) // (1 if costs.wire_s is None else 4)
+        number = cells // (2 * stages * m) // (1 if costs.wire_s is None else 4)
+        self.evaluations = 0 if costs.equal else min(number, _MOST)
 
     def run(self, orders: Ints, repair: Repair | None, seed: int) -> WarmFound:
         """Search orders for the best depths, then depths for the best orders, and so on."""
