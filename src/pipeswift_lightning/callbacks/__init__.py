@@ -1,5 +1,6 @@
 """Lightning callbacks that show where a job's time goes."""
 
+from pipeswift_lightning.callbacks.bubble_monitor import BubbleMonitor
 from pipeswift_lightning.callbacks.job_report import JobReport
 
-__all__ = ["JobReport"]
+__all__ = ["BubbleMonitor", "JobReport"]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from pipeswift_lightning.plan.timeline import Timeline
+from pipeswift_lightning.plan.planner import Plan
+from pipeswift_lightning.plan.timeline import Event, EventKind, Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.closures import once
@@ -29,6 +31,7 @@ from pipeswift_lightning.strategies.contract import (
     check_optimizers,
     one_optimizer,
 )
+from pipeswift_lightning.strategies.data_wait import DataWait
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
@@ -147,6 +150,8 @@ class PipeSwiftStrategy(StateStrategy):
         self._handover = GradientHandover()
         self._sync_gradients = True
         self._step_times = StepTimes()
+        self._data_wait = DataWait()
+        self._computed_s = 0.0
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -199,6 +204,7 @@ class PipeSwiftStrategy(StateStrategy):
             if DeferredRequeue.needed(trainer):
                 trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         self._session.open()
+        self._data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
 
     def _equalise(self, module: nn.Module) -> None:
         """Start all ranks from rank 0's values, whether or not the user seeded everything."""
@@ -251,7 +257,10 @@ class PipeSwiftStrategy(StateStrategy):
         self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
         self._handover.end(self.session.local_parameters())
+        for start_s, end_s in self._data_wait.take():
+            self._note(EventKind.DATA_WAIT, start_s, end_s)
         self._step_times.add(self.session.recorder.events())
+        self._computed_s = perf_counter()
         return _with_leaf_loss(output)
 
     @override
@@ -285,7 +294,10 @@ class PipeSwiftStrategy(StateStrategy):
         self._handover.hand_over(self.session.local_parameters())
         if self._sync_gradients:
             assert self._collectives is not None
+            start_s = perf_counter()
             self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
+            self._computed_s = perf_counter()
+            self._note(EventKind.GRADIENT_REDUCE, start_s, self._computed_s)
         return Precision.post_backward(self.precision_plugin, closure_loss, module)
 
     @override
@@ -294,7 +306,9 @@ class PipeSwiftStrategy(StateStrategy):
     ) -> Any:
         if self.mesh.num_stages > 1:
             closure = once(closure, unwrapped(optimizer))
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._note(EventKind.OPTIMIZER, self._computed_s, perf_counter())  # clipping is part of it
+        return result
 
     @override
     @contextmanager
@@ -308,6 +322,18 @@ class PipeSwiftStrategy(StateStrategy):
 
     # -- observing ----------------------------------------------------------------------------
 
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last training step; None before the first."""
+        return self.session.plan
+
+    def step_events(self) -> tuple[Event, ...]:
+        """Return what this rank did in its last step, from the wait for its batch on."""
+        return self.session.recorder.events()
+
+    def _note(self, kind: EventKind, start_s: float, end_s: float) -> None:
+        self.session.recorder.add(kind, self.session.stage, None, start_s, end_s)
+
     def measured_bubbles(self) -> list[float] | None:
         """Return each stage's idle share of the last steps, by stage; collective."""
         groups, collectives = self._groups, self._collectives
@@ -316,7 +342,7 @@ class PipeSwiftStrategy(StateStrategy):
         return collectives.guarded("gathering step times", lambda: self._step_times.bubbles(groups))
 
     def timeline(self) -> Timeline:
-        """Return the measured timeline of the last step; collective over the pipeline."""
+        """Return the measured timeline of the last step, a rank a stage; collective."""
         assert self._collectives is not None
         return self._collectives.guarded("gathering the timeline", self.session.timeline)
 
@@ -336,6 +362,7 @@ class PipeSwiftStrategy(StateStrategy):
 
     @override
     def teardown(self) -> None:
+        self._data_wait.remove()
         session, self._session = self._session, None
         healthy = self._groups is not None and not self._watch.failed
         whole = healthy or session is None or session.share is None

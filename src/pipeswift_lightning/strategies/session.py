@@ -77,7 +77,7 @@ class PipelineSession:
         self.device = device
         self.partition: Partition | None = None
         self.share: LocalShare | None = None
-        self.recorder = Recorder(groups.rank)
+        self.recorder = Recorder(groups.coordinate.stage)
         self.plan: Plan | None = None
         self.progress = progress
         self._on_assembled = on_assembled
@@ -364,11 +364,11 @@ class PipelineSession:
         return {id(p) for n, p in self.share.local().items() if owners[n][0] == self.stage}
 
     def timeline(self) -> Timeline:
-        """The last step of this rank's pipeline; collective over the pipeline."""
+        """The last step of this rank's pipeline, a rank a stage; collective over the pipeline."""
         every: list[Any] = [None] * self.num_stages
         dist.all_gather_object(every, self.recorder.events(), group=self.groups.pipeline)
         events = tuple(event for events in every for event in events)
-        return Timeline(events=events, num_ranks=self.groups.mesh.world_size)
+        return Timeline(events=events, num_ranks=self.num_stages)
 
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""
