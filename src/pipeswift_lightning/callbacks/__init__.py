@@ -2,5 +2,6 @@
 
 from pipeswift_lightning.callbacks.bubble_monitor import BubbleMonitor
 from pipeswift_lightning.callbacks.job_report import JobReport
+from pipeswift_lightning.callbacks.timeline_trace import TimelineTrace
 
-__all__ = ["BubbleMonitor", "JobReport"]
+__all__ = ["BubbleMonitor", "JobReport", "TimelineTrace"]
