@@ -82,15 +82,15 @@ class Sleeper(LightningModule):
 
 
 class Samples(Dataset[Tensor]):
-    def __init__(self, num: int, per_sample_s: float) -> None:
-        self._num, self._per_sample_s = num, per_sample_s
+    def __init__(self, num: int, batch_size: int, per_batch_s: float) -> None:
+        self._num, self._batch_size, self._per_batch_s = num, batch_size, per_batch_s
 
     def __len__(self) -> int:
         return self._num
 
     def __getitem__(self, index: int) -> Tensor:
-        if self._per_sample_s:
-            time.sleep(self._per_sample_s)
+        if self._per_batch_s and index % self._batch_size == 0:
+            time.sleep(self._per_batch_s)
         return torch.full((WIDTH,), float(index % 3))
 
 
@@ -109,7 +109,7 @@ def train(
     trainer = make_trainer(
         strategy, callbacks=callbacks, max_steps=steps, precision="32-true", **kwargs
     )
-    data = Samples(steps * batch_size, sleeps.loader_s / batch_size)
+    data = Samples(steps * batch_size, batch_size, sleeps.loader_s)
     trainer.fit(Sleeper(sleeps), DataLoader(data, batch_size))
     return trainer
 

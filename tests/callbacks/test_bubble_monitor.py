@@ -9,10 +9,10 @@ from pipeswift_lightning.callbacks.bubble_report import (
     SHARES,
     BubbleReport,
     IdleCause,
-    StepSums,
 )
 from pipeswift_lightning.callbacks.pipeline import CallbackError
 from pipeswift_lightning.callbacks.step_parts import StepParts
+from pipeswift_lightning.callbacks.step_sums import StepSums
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.schedules import gpipe, one_f_one_b
 from pipeswift_lightning.plan.simulator import simulate
@@ -139,13 +139,13 @@ def quietest(reports: list[BubbleReport]) -> BubbleReport:
 def closed_form(schedule: str, steps: int) -> None:
     logger = RecordingLogger()
     monitor = BubbleMonitor(every_n_steps=1, warn_above=0.95)
-    train(Sleeps(factors=(1.0,) * 4), [monitor], steps=steps, schedule=schedule, logger=logger)
+    train(Sleeps(factors=(4.0,) * 4), [monitor], steps=steps, schedule=schedule, logger=logger)
     reports = monitor.reports
     assert [r.num_steps for r in reports] == [1] * steps
     best = quietest(reports)
     assert best.measured == pytest.approx([3 / 7] * 4, abs=0.02)
     assert best.predicted == pytest.approx(best.measured, abs=0.02)
-    assert best.busy_s == pytest.approx([4 * MICRO_BATCH_S] * 4, rel=0.1)
+    assert best.busy_s == pytest.approx([16 * MICRO_BATCH_S] * 4, rel=0.1)
     for report in reports:
         for stage, shares in enumerate(report.shares):
             assert set(shares) == set(SHARES)
@@ -155,29 +155,29 @@ def closed_form(schedule: str, steps: int) -> None:
     if dist.get_rank() == 0:
         rows = {s: row for s, row in logger.history if "bubble/stage_0" in row}
         assert list(rows) == list(range(steps))  # the rows of the steps' own values
-        assert rows[2]["bubble/stage_3"] == reports[2].measured[3]
-        assert {"train/loss"} <= {key for s, row in logger.history if s == 2 for key in row}
+        assert rows[1]["bubble/stage_3"] == reports[1].measured[3]
+        assert {"train/loss"} <= {key for s, row in logger.history if s == 1 for key in row}
     else:
         assert not any("bubble/stage_0" in row for _, row in logger.history)
 
 
 def slow_stage() -> None:
-    factors = (0.5, 0.5, 2.0, 0.5)
-    monitor = BubbleMonitor(every_n_steps=2, warn_above=0.6)
+    factors = (1.0, 1.0, 3.0, 1.0)
+    monitor = BubbleMonitor(every_n_steps=2, warn_above=0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(Sleeps(factors=factors), [monitor], steps=7)
-    assert [r.num_steps for r in monitor.reports] == [2, 2, 2, 1]  # the last at the end
+        train(Sleeps(factors=factors), [monitor], steps=3)
+    assert [r.num_steps for r in monitor.reports] == [2, 1]  # the last at the end
     costs = StepCosts(
         forward_s=[[f * FORWARD_S] * 4 for f in factors],
         backward_s=[[f * BACKWARD_S] * 4 for f in factors],
     )
     ideal = simulate(one_f_one_b(4, 4), costs)
     expected = [ideal.bubble(s) for s in range(4)]
-    assert quietest(monitor.reports[:3]).measured == pytest.approx(expected, abs=0.02)
+    assert quietest(monitor.reports).measured == pytest.approx(expected, abs=0.03)
     texts = [str(w.message) for w in caught if "BubbleMonitor" in str(w.message)]
     if dist.get_rank() == 0:
-        assert len(texts) == 1  # one cause, though three stages idle in four reports
+        assert len(texts) == 1  # one cause, though three stages idle in two reports
         assert "waits for stage 2" in texts[0]
     else:
         assert texts == []
@@ -187,6 +187,6 @@ def slow_stage() -> None:
 @pytest.mark.world_size(4, deadline_s=120)
 def test_sleeping_stages() -> None:
     """The bubble of equal stages is the formula's, and of unequal ones the simulator's."""
-    retried(closed_form, "1f1b", 7)
-    retried(closed_form, "gpipe", 5)
+    retried(closed_form, "1f1b", 3)
+    retried(closed_form, "gpipe", 2)
     retried(slow_stage)

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from pipeswift_lightning.callbacks.bubble_report import BubbleReport, StepSums
+from pipeswift_lightning.callbacks.bubble_report import BubbleReport
 from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
@@ -16,6 +16,7 @@ from pipeswift_lightning.callbacks.pipeline import (
     pipeline_of,
 )
 from pipeswift_lightning.callbacks.step_parts import StepParts
+from pipeswift_lightning.callbacks.step_sums import StepSums
 from pipeswift_lightning.plan.instructions import Schedule
 
 __all__ = ["BubbleMonitor"]

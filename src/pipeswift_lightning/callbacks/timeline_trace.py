@@ -7,9 +7,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from pipeswift_lightning.callbacks.bubble_report import StepSums, mean_costs
 from pipeswift_lightning.callbacks.pipeline import ObservablePipeline, check_count, pipeline_of
 from pipeswift_lightning.callbacks.step_parts import StepParts
+from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.drawing import Panel, page, png, require_matplotlib, write_chrome_trace
 from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.plan.simulator import simulate
