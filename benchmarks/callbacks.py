@@ -120,6 +120,7 @@ def _rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any
         enable_progress_bar=False,
         callbacks=list(callbacks.values()),
     )
+    torch.manual_seed(0)
     data = torch.randn(samples * options.steps, *case.sample)
     start = time.perf_counter()
     trainer.fit(Sleepers(options.stages), DataLoader(data, batch_size=samples))

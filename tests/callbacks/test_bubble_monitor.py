@@ -162,17 +162,17 @@ def closed_form(schedule: str, steps: int) -> None:
 
 
 def slow_stage() -> None:
-    factors = (1.0, 1.0, 3.0, 1.0)
+    factors = (0.5, 0.5, 2.0, 0.5)
     monitor = BubbleMonitor(every_n_steps=2, warn_above=0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(Sleeps(factors=factors), [monitor], steps=3)
+        train(Sleeps(factors=factors), [monitor], steps=3, micro_batches=8, batch_size=8)
     assert [r.num_steps for r in monitor.reports] == [2, 1]  # the last at the end
     costs = StepCosts(
-        forward_s=[[f * FORWARD_S] * 4 for f in factors],
-        backward_s=[[f * BACKWARD_S] * 4 for f in factors],
+        forward_s=[[f * FORWARD_S] * 8 for f in factors],
+        backward_s=[[f * BACKWARD_S] * 8 for f in factors],
     )
-    ideal = simulate(one_f_one_b(4, 4), costs)
+    ideal = simulate(one_f_one_b(4, 8), costs)
     expected = [ideal.bubble(s) for s in range(4)]
     assert quietest(monitor.reports).measured == pytest.approx(expected, abs=0.03)
     texts = [str(w.message) for w in caught if "BubbleMonitor" in str(w.message)]
