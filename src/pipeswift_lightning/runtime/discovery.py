@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
+from pipeswift_lightning.runtime.operations import Operation, OperationCounter
 from pipeswift_lightning.runtime.trace import StepTrace, Value
 
 __all__ = ["Discovery", "DiscoveryDone", "LayerCalledTwiceError"]
@@ -49,6 +50,7 @@ class Discovery:
 
     def __init__(self, device: torch.device) -> None:
         self.mode = _TracingMode(device, self)
+        self._counter = self.mode.counter = OperationCounter(self._note_operation)
         self.order: list[int] = []
         self.network_returned = False
         self.returns_scalar = False
@@ -66,7 +68,9 @@ class Discovery:
         self._inputs: list[tuple[tuple[int, int], ...]] = []
         self._outputs: list[tuple[tuple[int, int], ...]] = []
         self._parameter_gaps: defaultdict[int, set[int]] = defaultdict(set)
-        self._unnamed_uses: list[tuple[int, int]] = []
+        self._operations: dict[int, Operation] = {}
+        self._operation_of: dict[int, Operation] = {}
+        self._digests: dict[int, int] = {}
 
     # -- told by the mode ---------------------------------------------------------------------
 
@@ -98,8 +102,13 @@ class Discovery:
         value = self._value_of.get(id(leaf))
         if value is not None:
             self._last_use[value] = max(self._last_use[value], layer)
-        elif id(leaf) in self._created and self._created[id(leaf)] <= layer:
-            self._unnamed_uses.append((self._created[id(leaf)], layer))
+        elif self._created.get(id(leaf), layer + 1) <= layer:
+            self._last_use[self._add(leaf, self._created[id(leaf)], self._created[id(leaf)])] = (
+                layer
+            )
+
+    def _note_operation(self, operation: Operation, leaf: Tensor) -> None:
+        self._operation_of.setdefault(id(leaf), operation)
 
     # -- told by the cut ----------------------------------------------------------------------
 
@@ -117,6 +126,7 @@ class Discovery:
             raise LayerCalledTwiceError(index, msg)
         position = len(self.order)
         self.order.append(index)
+        self._digests[position] = self._counter.digest
         leaves = tree_flatten((args, kwargs))[0]
         self._inputs.append(
             tuple(
@@ -128,6 +138,7 @@ class Discovery:
         self._held = frozenset(map(id, layer.parameters()))
         output = self._absent_output(original, args, kwargs, leaves)
         self._gap = position + 1
+        self._counter.enter(self._gap)
         self._outputs.append(
             tuple(
                 (i, self._name(leaf, position + 1, is_output=True))
@@ -140,7 +151,7 @@ class Discovery:
     def _absent_output(
         self, original: Callable[..., Any], args: Any, kwargs: Any, leaves: list[Any]
     ) -> Any:
-        self._inside_layer = True
+        self._inside_layer = self._counter.paused = True
         given = to_absent((args, kwargs))
         copies, before = tree_flatten(given)
         try:
@@ -152,7 +163,7 @@ class Discovery:
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             return torch.empty_like(tensors[0], device="meta")
         finally:
-            self._inside_layer = False
+            self._inside_layer = self._counter.paused = False
 
     def _note_changes(self, leaves: list[Any], copies: list[Any], resized: bool) -> None:  # noqa: FBT001
         """Note side inputs that the layer has changed; it matters if another layer has them too."""
@@ -168,18 +179,24 @@ class Discovery:
     def _name(self, leaf: Tensor, boundary: int, *, is_output: bool = False) -> int:
         value = self._value_of.get(id(leaf))
         if value is None:
-            value = len(self._created_in)
-            self._alive.append(leaf)
-            self._value_of[id(leaf)] = value
             created = boundary if is_output else self._created.get(id(leaf), self._gap)
             if isinstance(leaf, nn.Parameter):
                 self._parameter_gaps[id(leaf)].add(self._gap)
-            self._created_in.append(created)
-            self._named_at.append(boundary)
-            self._last_use.append(-1)
-            self._unnamed_uses.append((created, boundary - 1))
+            by_operation = not is_output and id(leaf) in self._operation_of
+            value = self._add(leaf, created, created if by_operation else boundary)
         if not is_output:
             self._last_use[value] = max(self._last_use[value], boundary)
+        return value
+
+    def _add(self, leaf: Tensor, created: int, named_at: int) -> int:
+        value = len(self._created_in)
+        self._alive.append(leaf)
+        self._value_of[id(leaf)] = value
+        self._created_in.append(created)
+        self._named_at.append(named_at)
+        self._last_use.append(-1)
+        if created == named_at and id(leaf) in self._operation_of:
+            self._operations[value] = self._operation_of[id(leaf)]
         return value
 
     def network_returns(self, output: Any) -> None:
@@ -193,13 +210,6 @@ class Discovery:
 
     def trace(self, names: Mapping[int, str]) -> StepTrace:
         """Return what was seen; ``names`` names the module's parameters by ``id``."""
-        unnameable: dict[int, str] = {}
-        for created, last in self._unnamed_uses:
-            for boundary in range(max(created, 1), last + 1):
-                unnameable[boundary] = (
-                    f"a value computed before layer {boundary} is used after it without passing "
-                    "through the layers in between"
-                )
         return StepTrace(
             order=tuple(self.order),
             values=tuple(map(Value, self._created_in, self._named_at, self._last_use)),
@@ -210,7 +220,8 @@ class Discovery:
                 for key, gaps in self._parameter_gaps.items()
                 if key in names
             },
-            unnameable=unnameable,
+            operations=self._operations,
+            digests=self._digests,
             calls_network=self.network_returned,
             returns_scalar=self.returns_scalar,
         )

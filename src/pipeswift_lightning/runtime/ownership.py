@@ -119,12 +119,16 @@ class LocalShare:
 
     The module tree stays whole: the names, ``configure_optimizers`` and the user's code see every
     parameter; those of other stages are stand-ins on the meta device.
+
+    Attributes:
+        divided: Names of parameters that were built on the meta device: not brought back.
     """
 
     module: nn.Module
     owners: Owners
     table: ParameterTable
     stage: int
+    divided: frozenset[str] = frozenset()
     _given_up: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def give_up_foreign(self) -> None:
@@ -150,6 +154,8 @@ class LocalShare:
         replica = groups.coordinate.replica
         parameters = dict(self.module.named_parameters())
         for name, stages in self.owners.parameters.items():
+            if name in self.divided:
+                continue
             source = groups.mesh.rank(stage=stages[0], replica=replica)
             parameter = parameters[name]
             if name in self._given_up:

@@ -9,6 +9,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from typing_extensions import override
 
+from pipeswift_lightning.strategies.hugging_face import blocks
+
 __all__ = ["NetworkError", "PipelinedNetwork", "find_network"]
 
 _USUAL_NAMES = ("model", "net", "network")
@@ -48,8 +50,8 @@ def find_network(module: LightningModule, name: str | None) -> PipelinedNetwork:
     With ``name=None`` it is the one child module that has parameters, else the child called
     ``model``, ``net`` or ``network``, else the module itself if it defines
     ``configure_pipeline()``. Its layers are what ``configure_pipeline()`` (on the network or on
-    the LightningModule) returns; else the members of its ``nn.Sequential`` or ``nn.ModuleList``
-    containers; else its child modules.
+    the LightningModule) returns; else a Hugging Face model's blocks; else the members of its
+    ``nn.Sequential`` or ``nn.ModuleList`` containers; else its child modules.
 
     Args:
         module: The user's module.
@@ -65,7 +67,8 @@ def find_network(module: LightningModule, name: str | None) -> PipelinedNetwork:
         layers = _hooked_layers(hook)
         return PipelinedNetwork(shown, network, layers, chain=_needs_chain(network, layers))
     # A network without parts, such as a single nn.Linear, is one layer.
-    layers = _registered_layers(network) or (network,)
+    found = blocks(network)
+    layers = found if len(found) > 1 else _registered_layers(network) or (network,)
     return PipelinedNetwork(shown, network, layers)
 
 

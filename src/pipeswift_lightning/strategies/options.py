@@ -13,7 +13,7 @@ from pipeswift_lightning.plan.microbatches import (
 )
 from pipeswift_lightning.plan.schedules import build_schedule
 
-__all__ = ["LossScope", "OptionError", "PipelineOptions"]
+__all__ = ["LossScope", "LossWeight", "OptionError", "PipelineOptions"]
 
 
 class OptionError(ValueError):
@@ -26,6 +26,14 @@ class LossScope(StrEnum):
     AUTO = "auto"
     PER_SAMPLE = "per_sample"
     WHOLE_BATCH = "whole_batch"
+
+
+class LossWeight(StrEnum):
+    """What a micro-batch's loss counts by: see `PipeSwiftStrategy`'s ``loss_weight``."""
+
+    AUTO = "auto"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +51,7 @@ class PipelineOptions:
     partition: tuple[int, ...] | None = None
     dynamic_shapes: bool = False
     loss: LossScope = LossScope.AUTO
+    loss_weight: LossWeight = LossWeight.AUTO
     receive_window: int | None = None
     recompute: bool | tuple[int, ...] | int = False
     compile: tuple[tuple[str, Any], ...] | None = None
@@ -82,6 +91,7 @@ class PipelineOptions:
         partition: Sequence[int] | None,
         dynamic_shapes: bool,
         loss: str,
+        loss_weight: str,
         receive_window: int | None,
         recompute: Sequence[int] | int | bool,
         compile: bool | str | Mapping[str, Any],
@@ -91,6 +101,8 @@ class PipelineOptions:
             _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
         if loss not in list(LossScope):
             _refuse("loss", loss, " or ".join(map(repr, map(str, LossScope))))
+        if loss_weight not in list(LossWeight):
+            _refuse("loss_weight", loss_weight, " or ".join(map(repr, map(str, LossWeight))))
         counts: int | tuple[int, ...] | None
         if micro_batches is None or isinstance(micro_batches, str):
             counts = None
@@ -107,6 +119,7 @@ class PipelineOptions:
             partition=None if partition is None else tuple(partition),
             dynamic_shapes=dynamic_shapes,
             loss=LossScope(loss),
+            loss_weight=LossWeight(loss_weight),
             receive_window=receive_window,
             compile=_compile_settings(compile),
             recompute=recompute if isinstance(recompute, int) else tuple(recompute),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from time import perf_counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from pipeswift_lightning.plan.planner import Plan
-from pipeswift_lightning.plan.timeline import Event, EventKind, Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.closures import once
@@ -31,23 +29,23 @@ from pipeswift_lightning.strategies.contract import (
     check_optimizers,
     one_optimizer,
 )
-from pipeswift_lightning.strategies.data_wait import DataWait
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
+from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.network import find_network
+from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
 from pipeswift_lightning.strategies.optimizers import clip_by_global_norm, unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
-from pipeswift_lightning.strategies.state_strategy import StateStrategy
-from pipeswift_lightning.strategies.step_times import StepTimes
+from pipeswift_lightning.strategies.step_clock import StepClock
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(StateStrategy):
+class PipeSwiftStrategy(ObservedStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
@@ -65,10 +63,16 @@ class PipeSwiftStrategy(StateStrategy):
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
-        loss: ``"per_sample"`` if the loss is a mean over samples: each micro-batch's is weighted by
-            its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
-            tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
+        loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
+            each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
+            not (a contrastive loss): it runs once on all outputs, with every micro-batch in
             flight. ``"auto"`` compares the two in the first steps, and now and then.
+        loss_weight: What a micro-batch's loss counts by, among those of its batch: its
+            ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
+            Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
+            ``micro_batch_weight(micro_batch)`` of the LightningModule overrides it.
+        weights: A safetensors file, or a folder as Hugging Face writes it, for a module that
+            ``configure_model()`` builds on the meta device: each rank reads its own stage's.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
@@ -110,6 +114,8 @@ class PipeSwiftStrategy(StateStrategy):
         network: str | None = None,
         partition: Sequence[int] | None = None,
         loss: str = "auto",
+        loss_weight: str = "auto",
+        weights: str | Path | None = None,
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
         recompute: bool | int | Sequence[int] = False,
@@ -132,6 +138,7 @@ class PipeSwiftStrategy(StateStrategy):
                 partition=partition,
                 dynamic_shapes=dynamic_shapes,
                 loss=loss,
+                loss_weight=loss_weight,
                 receive_window=receive_window,
                 recompute=recompute,
                 compile=compile,
@@ -146,12 +153,11 @@ class PipeSwiftStrategy(StateStrategy):
             precision_plugin=precision_plugin,
         )
         self._network_name = network
+        self._weights = weights
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
         self._sync_gradients = True
-        self._step_times = StepTimes()
-        self._data_wait = DataWait()
-        self._computed_s = 0.0
+        self._clock = StepClock()
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -179,6 +185,7 @@ class PipeSwiftStrategy(StateStrategy):
         self.precision_plugin.convert_module(module)
         network = find_network(module, self._network_name)
         check_layers(network, self.mesh)
+        self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
@@ -204,13 +211,13 @@ class PipeSwiftStrategy(StateStrategy):
             if DeferredRequeue.needed(trainer):
                 trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         self._session.open()
-        self._data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
+        self._clock.data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
 
     def _equalise(self, module: nn.Module) -> None:
         """Start all ranks from rank 0's values, whether or not the user seeded everything."""
         if self._collectives is None or self.mesh.world_size == 1:
             return
-        tensors = [t.data for t in (*module.parameters(), *module.buffers())]
+        tensors = [t.data for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
         self._collectives.guarded(
             "waiting for rank 0's initial parameters",
             lambda: broadcast_tensors(tensors, 0, None, self.root_device),
@@ -257,10 +264,8 @@ class PipeSwiftStrategy(StateStrategy):
         self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
         self._handover.end(self.session.local_parameters())
-        for start_s, end_s in self._data_wait.take():
-            self._note(EventKind.DATA_WAIT, start_s, end_s)
-        self._step_times.add(self.session.recorder.events())
-        self._computed_s = perf_counter()
+        self._after_step()
+        self._clock.computed(self.session)
         return _with_leaf_loss(output)
 
     @override
@@ -294,10 +299,8 @@ class PipeSwiftStrategy(StateStrategy):
         self._handover.hand_over(self.session.local_parameters())
         if self._sync_gradients:
             assert self._collectives is not None
-            start_s = perf_counter()
-            self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
-            self._computed_s = perf_counter()
-            self._note(EventKind.GRADIENT_REDUCE, start_s, self._computed_s)
+            with self._clock.reducing(self.session):
+                self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
         return Precision.post_backward(self.precision_plugin, closure_loss, module)
 
     @override
@@ -307,7 +310,7 @@ class PipeSwiftStrategy(StateStrategy):
         if self.mesh.num_stages > 1:
             closure = once(closure, unwrapped(optimizer))
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._note(EventKind.OPTIMIZER, self._computed_s, perf_counter())  # clipping is part of it
+        self._clock.updated(self.session)
         return result
 
     @override
@@ -320,31 +323,14 @@ class PipeSwiftStrategy(StateStrategy):
         finally:
             self._sync_gradients = True
 
-    # -- observing ----------------------------------------------------------------------------
+    @override
+    def step_state(self) -> dict[str, Any]:
+        return {} if self._steps is None else self._steps.state()
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the last training step; None before the first."""
-        return self.session.plan
-
-    def step_events(self) -> tuple[Event, ...]:
-        """Return what this rank did in its last step, from the wait for its batch on."""
-        return self.session.recorder.events()
-
-    def _note(self, kind: EventKind, start_s: float, end_s: float) -> None:
-        self.session.recorder.add(kind, self.session.stage, None, start_s, end_s)
-
-    def measured_bubbles(self) -> list[float] | None:
-        """Return each stage's idle share of the last steps, by stage; collective."""
-        groups, collectives = self._groups, self._collectives
-        if groups is None or collectives is None:
-            return None
-        return collectives.guarded("gathering step times", lambda: self._step_times.bubbles(groups))
-
-    def timeline(self) -> Timeline:
-        """Return the measured timeline of the last step, a rank a stage; collective."""
-        assert self._collectives is not None
-        return self._collectives.guarded("gathering the timeline", self.session.timeline)
+    @override
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        if self._steps is not None and state:
+            self._steps.load_state(state)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -362,9 +348,12 @@ class PipeSwiftStrategy(StateStrategy):
 
     @override
     def teardown(self) -> None:
-        self._data_wait.remove()
-        session, self._session = self._session, None
+        self._clock.data_wait.remove()
         healthy = self._groups is not None and not self._watch.failed
+        if healthy:
+            self.finish_saves()
+        self._close_saver()
+        session, self._session = self._session, None
         whole = healthy or session is None or session.share is None
         if session is not None and healthy and self._collectives is not None:
             self._collectives.guarded(
@@ -373,7 +362,9 @@ class PipeSwiftStrategy(StateStrategy):
         elif session is not None:
             session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if whole:  # a module with absent parameters cannot be moved
+        if whole and self._is_divided:
+            self._release_divided()
+        elif whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
         if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():

@@ -1,8 +1,9 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from pipeswift_lightning.plan.microbatches import MicroBatches
-from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
+from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
@@ -32,12 +33,15 @@ from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
-from pipeswift_lightning.strategies.layer_costs import layer_costs
-from pipeswift_lightning.strategies.loss_scope import difference
+from pipeswift_lightning.strategies.division import divided_names
+from pipeswift_lightning.strategies.hugging_face import returned, without_caches
+from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 from pipeswift_lightning.strategies.records import recorded
+from pipeswift_lightning.strategies.stages import check_fits, choose_partition
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
@@ -80,15 +84,21 @@ class PipelineSession:
         self.recorder = Recorder(groups.coordinate.stage)
         self.plan: Plan | None = None
         self.progress = progress
+        self.recorded: RecordedPlan | None = None
         self._on_assembled = on_assembled
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
         self.cut = LayerCut(
-            network.module, network.layers, network_name=network.name, device=device
+            network.module,
+            network.layers,
+            network_name=network.name,
+            device=device,
+            returned=returned,
         )
         self._recomputation = Recomputation(network.layers)
         self._compilation = Compilation(network.layers, dict(options.compile or ()))
         self._running = False
+        self._changes = ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
@@ -119,6 +129,7 @@ class PipelineSession:
             self.network.module.forward = partial(_run_chain, self.network.layers)
         for wrapper in (self._compilation, self._recomputation):
             wrapper.install()  # before the cut, which calls what it finds there
+        self._changes.enter_context(without_caches(self.module))
         self.cut.install()
         self._metrics.open()
 
@@ -136,7 +147,7 @@ class PipelineSession:
             DisagreementError: The ranks drew different batches, or made different plans.
             CutError: The step cannot be cut.
         """
-        self.progress.step = (self.progress.step or 0) + 1
+        self.progress.step = (self.progress.step or 0) + (not call.probing)
         with preserved_rng(self.device):
             trace = self._trace(call) if self.num_stages > 1 else None
             whole = scope is LossScope.WHOLE_BATCH
@@ -146,6 +157,7 @@ class PipelineSession:
                 "micro-batches": str(plan.micro_batches.sizes),
                 "layers": str(self._order),
                 "loss": scope,
+                "weights": str(call.weighting),
             }
             self._agree({**facts, **self._batch_facts(call)})
             kind = WholeBatchProgram if whole else StepProgram
@@ -170,16 +182,34 @@ class PipelineSession:
         self._executor.run(row, program, training=training)
         program.complete(is_last=self.is_last)
 
-    def check(self, program: StepProgram | WholeBatchProgram) -> str | None:
-        """Return which value of the step its micro-batches do not give alike (last stage)."""
-        if not isinstance(program, WholeBatchProgram):
-            return None
+    def by_micro_batch(self, program: WholeBatchProgram) -> StepResult:
+        """Return what the step gives for each micro-batch alone (last stage)."""
         self._running = True
         try:
             with preserved_rng(self.device), self._metrics.untouched():
-                return difference(program)
+                return StepResult(*program.by_micro_batch(), program.call.sizes)
         finally:
             self._running = False
+
+    def look(self, call: StepCall, scope: LossScope) -> StepResult:
+        """Run a step's forward in evaluation mode, and leave no trace (results: last stage).
+
+        Dropout would tell the whole batch from its micro-batches, whatever their weights.
+        """
+        modes = [(child, child.training) for child in self.module.modules()]
+        self.module.eval()
+        try:
+            with self._metrics.untouched():
+                program = self.run(replace(call, probing=True), scope)
+        finally:
+            for child, training in modes:
+                child.training = training
+        if isinstance(program, WholeBatchProgram):
+            return program.whole()
+        ids = range(len(call.sizes)) if self.is_last else ()
+        return StepResult(
+            [program.outputs[i] for i in ids], [program.records[i] for i in ids], call.sizes
+        )
 
     def _range(self) -> tuple[int, int]:
         assert self.partition is not None
@@ -238,7 +268,9 @@ class PipelineSession:
         if self.partition is None:
             self._assemble(trace)
         else:
-            self._check_fits(trace, hook)
+            assert self.share is not None
+            owners = self.share.owners
+            check_fits(self.module, self.network, trace, hook, self._order, owners, self.partition)
 
     def _discover(self, call: StepCall, first: Any) -> StepTrace:
         step = call.bound(self.module, first)
@@ -264,7 +296,10 @@ class PipelineSession:
             self._on_assembled()
 
     def _assemble(self, trace: StepTrace) -> None:
-        self.partition = self._solve(trace)
+        chosen = self.options.partition
+        if chosen is None and self.recorded is not None:
+            chosen = self.recorded.layers_for(trace.num_layers)
+        self.partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
         self._order = trace.order
         self._wrap(trace.order[slice(*self._range())])
         owners = find_owners(
@@ -272,7 +307,8 @@ class PipelineSession:
         )
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))
-        self.share = LocalShare(self.module, owners, ParameterTable.of(self.module), self.stage)
+        table, divided = ParameterTable.of(self.module), divided_names(self.module)
+        self.share = LocalShare(self.module, owners, table, self.stage, divided)
         self.share.give_up_foreign()
         self.share.move_to(self.device)
         self._on_assembled()
@@ -282,59 +318,6 @@ class PipelineSession:
         num = self.options.num_recomputed(self.stage, len(layers), self.num_stages)
         self._recomputation.choose(layers[:num])
         self._compilation.choose(layers if self.options.compile is not None else ())
-
-    def _solve(self, trace: StepTrace) -> Partition:
-        """Split the layers; layers that no cut may part stay together."""
-        if self.options.partition is not None:
-            partition = explicit_partition(
-                trace.num_layers, layers_per_stage=self.options.partition
-            )
-            for start in partition.starts[1:]:
-                if start in trace.unnameable:
-                    msg = (
-                        f"partition={list(self.options.partition)} cuts before layer {start}, but "
-                        f"{trace.unnameable[start]}. Remedy: move the cut, or return coarser "
-                        "layers from configure_pipeline()"
-                    )
-                    raise CutError(msg)
-            return partition
-        costs = layer_costs(self.module, self.network.layers, trace)
-        starts = [i for i in range(trace.num_layers) if i == 0 or i not in trace.unnameable]
-        bounds = [*starts, trace.num_layers]
-        if len(starts) < self.num_stages:
-            reasons = "; ".join(dict.fromkeys(trace.unnameable.values())) or "it has no more layers"
-            msg = (
-                f"{self.network.name} can be cut into {len(starts)} stages at most, but "
-                f"{self.num_stages} are asked for: {reasons}. Remedy: fewer stages, or return "
-                "other layers from configure_pipeline()"
-            )
-            raise CutError(msg)
-        units = [sum(costs[a:b]) for a, b in pairwise(bounds)]
-        solved = solve_partition(units, self.num_stages)
-        return Partition(tuple(starts[i] for i in solved.starts), trace.num_layers)
-
-    def _check_fits(self, trace: StepTrace, hook: str) -> None:
-        assert self.partition is not None and self.share is not None  # noqa: PT018
-        if trace.order != self._order:
-            msg = (
-                f"{hook} calls the layers of {self.network.name} in the order {trace.order}, but "
-                f"the stages were cut for the order {self._order}. Rule: all steps call the same "
-                "layers in the same order"
-            )
-            raise CutError(msg)
-        owners = find_owners(
-            self.module, self.network.module, self.network.layers, trace, self.partition
-        )
-        for name, stages in owners.parameters.items():
-            missing = set(stages) - set(self.share.owners.parameters[name])
-            if name in trace.parameter_gaps and missing:
-                msg = (
-                    f"{hook} uses {name} on stage {min(missing)}, but the first step used it on "
-                    f"stage {self.share.owners.parameters[name]} only. Rule: code outside the "
-                    "layers uses a parameter at the same place in all steps. Remedy: make the "
-                    "module that holds it a layer, by configure_pipeline()"
-                )
-                raise CutError(msg)
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
@@ -376,6 +359,7 @@ class PipelineSession:
         self.cut.remove()
         self._recomputation.remove()
         self._compilation.remove()
+        self._changes.close()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
         if bring_back and self.share is not None:
