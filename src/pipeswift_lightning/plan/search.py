@@ -93,13 +93,7 @@ def choose_plan(
         >>> choice.chosen.step_s <= min(other.step_s for other in choice.rejected)
         True
     """
-    n = len(workload.lengths)
-    if num_micro_batches is None:
-        numbers: Sequence[int] = numbers_to_try(n, workload.num_stages)
-    elif isinstance(num_micro_batches, int):
-        numbers = (num_micro_batches,)
-    else:
-        numbers = tuple(sorted(set(num_micro_batches)))
+    numbers = _numbers(workload, num_micro_batches)
     candidates: list[Candidate] = []
     failures: Failures = {}
     quick = _SWEEP_EVALUATIONS if len(numbers) > 1 else None
@@ -126,6 +120,13 @@ def choose_plan(
         _rejections(candidates, chosen, failures, workload.model.relative_error),
         tuple((m, step_s) for m, step_s in steps.items() if step_s < math.inf),
     )
+
+
+def _numbers(workload: Workload, wanted: int | Sequence[int] | None) -> Sequence[int]:
+    """Return the numbers of micro-batches to try."""
+    if wanted is None:
+        return numbers_to_try(len(workload.lengths), workload.num_stages)
+    return (wanted,) if isinstance(wanted, int) else tuple(sorted(set(wanted)))
 
 
 def _choose(candidates: Sequence[Candidate], error: float) -> Candidate:

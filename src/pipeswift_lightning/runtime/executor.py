@@ -107,7 +107,7 @@ class Executor:
         self._recorder = recorder
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._pending: dict[tuple[int, int, bool], Pending] = {}
-        self._sends: deque[tuple[int, InFlight]] = deque()
+        self._sends: deque[tuple[int, int, InFlight]] = deque()
 
     @property
     def progress(self) -> Progress:
@@ -180,7 +180,7 @@ class Executor:
                 keep.update(self._saved)
                 for (stage, _), saved in keep.items():
                     if saved.sent is not None:
-                        self._sends.append((self._positions[stage + 1], saved.sent))
+                        self._sends.append((stage, self._positions[stage + 1], saved.sent))
                         saved.sent = None
             while self._sends:
                 self._reap()
@@ -209,7 +209,7 @@ class Executor:
             case Free():
                 saved = self._saved.pop((stage, micro_batch), None)
                 if saved is not None and saved.sent is not None:
-                    self._keep_send(stage + 1, saved.sent)
+                    self._keep_send(stage, stage + 1, saved.sent)
             case _:
                 assert_never(instruction)
 
@@ -289,7 +289,7 @@ class Executor:
             with communicating(f"stage {stage} sending micro-batch {micro_batch} backward", peer):
                 raise
         saved.gradients = []
-        self._keep_send(stage - 1, flight)
+        self._keep_send(stage, stage - 1, flight)
 
     def _post(
         self, stage: int, micro_batch: int, peer: int, program: StageProgram, *, training: bool
@@ -326,31 +326,33 @@ class Executor:
         self._record(EventKind.RECEIVE_WAIT, stage, micro_batch, start)
         return value
 
-    def _keep_send(self, peer_stage: int, flight: InFlight) -> None:
+    def _keep_send(self, stage: int, peer_stage: int, flight: InFlight) -> None:
         """Hold a message until it has left, with a bound on how many are held."""
-        self._sends.append((self._positions[peer_stage], flight))
+        self._sends.append((stage, self._positions[peer_stage], flight))
         if len(self._sends) > _MAX_SENDS:
             self._reap()
 
     def _reap(self) -> None:
-        peer, flight = self._sends.popleft()
+        stage, peer, flight = self._sends.popleft()
         self._progress.mark(
             "waiting for a message to leave",
             micro_batch=self._progress.micro_batch,
             waiting_for=self._ranks[peer],
         )
+        start = perf_counter()
         try:
             flight.wait()
         except Exception:
             with communicating(f"sending to position {peer}", peer):
                 raise
+        self._record(EventKind.SEND_WAIT, stage, None, start)
 
     # -- observing ----------------------------------------------------------------------------
 
     def _mark(self, doing: str, stage: int, micro_batch: int, peer: int | None = None) -> None:
         self._progress.mark(doing, stage=stage, micro_batch=micro_batch, waiting_for=peer)
 
-    def _record(self, kind: EventKind, stage: int, micro_batch: int, start_s: float) -> None:
+    def _record(self, kind: EventKind, stage: int, micro_batch: int | None, start_s: float) -> None:
         if self._recorder is not None:
             self._recorder.add(kind, stage, micro_batch, start_s, perf_counter())
 

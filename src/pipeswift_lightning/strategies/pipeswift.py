@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.choice import choose_networks
@@ -37,16 +36,16 @@ from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
+from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
 from pipeswift_lightning.strategies.optimizers import unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
-from pipeswift_lightning.strategies.sharded_strategy import ShardedStrategy
-from pipeswift_lightning.strategies.step_times import StepTimes
+from pipeswift_lightning.strategies.step_clock import StepClock
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(ShardedStrategy):
+class PipeSwiftStrategy(ObservedStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
@@ -161,7 +160,7 @@ class PipeSwiftStrategy(ShardedStrategy):
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
         self._sync_gradients = True
-        self._step_times = StepTimes()
+        self._clock = StepClock()
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -216,6 +215,7 @@ class PipeSwiftStrategy(ShardedStrategy):
         if why is not None:
             self._session.make_transparent(networks, why)
         self._session.open()
+        self._clock.data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
 
     def _equalise(self, module: nn.Module) -> None:
         """Start all ranks from rank 0's values, whether or not the user seeded everything."""
@@ -254,7 +254,7 @@ class PipeSwiftStrategy(ShardedStrategy):
         if aside:
             self._handover.end(self.session.local_parameters())
         self._after_step()
-        self._step_times.add(self.session.recorder.events())
+        self._clock.computed(self.session)
         # A step that every rank runs whole has a loss with a graph, for Lightning to walk.
         return output if self.session.transparent is not None else with_leaf_loss(output)
 
@@ -304,7 +304,8 @@ class PipeSwiftStrategy(ShardedStrategy):
     def _reduce_gradients(self) -> None:
         if self._sync_gradients:
             assert self._collectives is not None
-            self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
+            with self._clock.reducing(self.session):
+                self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
 
     @override
     def optimizer_step(
@@ -312,7 +313,9 @@ class PipeSwiftStrategy(ShardedStrategy):
     ) -> Any:
         if self.mesh.num_stages > 1:
             closure = once(closure, unwrapped(optimizer))
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._clock.updated(self.session)
+        return result
 
     @override
     @contextmanager
@@ -333,20 +336,6 @@ class PipeSwiftStrategy(ShardedStrategy):
         if self._steps is not None and state:
             self._steps.load_state(state)
 
-    # -- observing ----------------------------------------------------------------------------
-
-    def measured_bubbles(self) -> list[float] | None:
-        """Return each stage's idle share of the last steps, by stage; collective."""
-        groups, collectives = self._groups, self._collectives
-        if groups is None or collectives is None:
-            return None
-        return collectives.guarded("gathering step times", lambda: self._step_times.bubbles(groups))
-
-    def timeline(self) -> Timeline:
-        """Return the measured timeline of the last step; collective over the pipeline."""
-        assert self._collectives is not None
-        return self._collectives.guarded("gathering the timeline", self.session.timeline)
-
     # -- the end ------------------------------------------------------------------------------
 
     @override
@@ -363,6 +352,7 @@ class PipeSwiftStrategy(ShardedStrategy):
 
     @override
     def teardown(self) -> None:
+        self._clock.data_wait.remove()
         healthy = self._groups is not None and not self._watch.failed
         if healthy:
             self.finish_saves()

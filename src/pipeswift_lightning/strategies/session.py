@@ -85,7 +85,7 @@ class PipelineSession:
         self.partition: Partition | None = None
         self.transparent: TransparentNetworks | None = None
         self._cut_share: LocalShare | None = None
-        self.recorder = Recorder(groups.rank)
+        self.recorder = Recorder(groups.coordinate.stage)
         self.plan: Plan | None = None
         self.progress = progress
         self.recorded: RecordedPlan | None = None
@@ -376,7 +376,7 @@ class PipelineSession:
         return self.share.counted()
 
     def timeline(self) -> Timeline:
-        """The last step of this rank's pipeline; collective over the pipeline."""
+        """The last step of this rank's pipeline, a rank a stage; collective over the pipeline."""
         return gather_timeline(self.recorder.events(), self.groups)
 
     def close(self, *, bring_back: bool) -> None:

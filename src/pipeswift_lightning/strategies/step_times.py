@@ -46,7 +46,7 @@ class StepTimes:
 
 
 def gather_timeline(events: Sequence[Event], groups: MeshGroups) -> Timeline:
-    """Return the timeline of the whole pipeline; collective over it.
+    """Return the timeline of the whole pipeline, a rank a stage; collective over it.
 
     Args:
         events: This rank's.
@@ -55,4 +55,4 @@ def gather_timeline(events: Sequence[Event], groups: MeshGroups) -> Timeline:
     every: list[Any] = [None] * groups.mesh.num_stages
     dist.all_gather_object(every, events, group=groups.pipeline)
     gathered = tuple(event for events in every for event in events)
-    return Timeline(events=gathered, num_ranks=groups.mesh.world_size)
+    return Timeline(events=gathered, num_ranks=groups.mesh.num_stages)
