@@ -118,7 +118,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=180)
 def test_token_means_equal_one_device_and_data_parallel() -> None:
     failures = Failures()
     for name, (module, labels, options) in CASES.items():

@@ -41,7 +41,7 @@ def _fit(experiment: str, folder: Path) -> tuple[Any, Outcome]:
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=180)
 def test_every_experiment_trains_on_two_stages(tmp_path: Path) -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     assert len(EXPERIMENTS) == 4
