@@ -45,11 +45,14 @@ class Choice:
 
     Args:
         chosen: The plan.
+        plain: The fastest plan of equal runs of samples, first come, first served, standard 1F1B
+            (or the first schedule asked for): what a strategy runs that knows no costs.
         rejected: All others, the fastest first.
         sweep: Best predicted step time of each number of micro-batches that can run.
     """
 
     chosen: Candidate
+    plain: Candidate
     rejected: tuple[Rejected, ...]
     sweep: tuple[tuple[int, float], ...]
 
@@ -121,8 +124,14 @@ def choose_plan(
     for candidate in candidates:
         m = len(candidate.formation.samples)
         steps[m] = min(steps[m], candidate.step_s)
+    plain = min(
+        (c for c in candidates if c.is_plain and c.schedule_name == schedules[0]),
+        key=lambda c: c.step_s,
+        default=min(candidates, key=lambda c: (c.reorders, -c.step_s)),
+    )
     return Choice(
         chosen,
+        plain,
         _rejections(candidates, chosen, failures, workload.model.relative_error),
         tuple((m, step_s) for m, step_s in steps.items() if step_s < math.inf),
     )
