@@ -38,7 +38,7 @@ _SKIPPED = 5  # the first steps of a fit see whole batches, to learn about the l
 _CASE = CASES["sleep"]
 
 
-class _Sleepers(LightningModule):
+class Sleepers(LightningModule):
     def __init__(self, stages: int) -> None:
         super().__init__()
         self.net = nn.Sequential(*(_CASE.stage(i, stages) for i in range(stages)))
@@ -64,7 +64,7 @@ class _Clock(Callback):
         return [after - before for before, after in pairs]
 
 
-class _Ranks(ClusterEnvironment):
+class Ranks(ClusterEnvironment):
     """The processes that this benchmark has started."""
 
     creates_processes_externally = True
@@ -176,7 +176,7 @@ def _trainer_s(stages: int, steps: int) -> float:
         strategy=PipeSwiftStrategy(micro_batches=MICRO_BATCHES),
         accelerator="cpu",
         devices=stages,
-        plugins=[_Ranks()],
+        plugins=[Ranks()],
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -186,7 +186,7 @@ def _trainer_s(stages: int, steps: int) -> float:
     with open(os.devnull, "w") as nowhere:
         stdout, sys.stdout = sys.stdout, nowhere
         try:
-            trainer.fit(_Sleepers(stages), DataLoader(data, batch_size=samples))
+            trainer.fit(Sleepers(stages), DataLoader(data, batch_size=samples))
         finally:
             sys.stdout = stdout
     return statistics.median(clock.steps_s())

@@ -269,12 +269,6 @@ def test_torchmetrics_equal_one_device(with_metrics: Any, _: str) -> None:
 # -- what is refused, or warned of ------------------------------------------------------------
 
 
-class Manual(Regression):
-    def __init__(self) -> None:
-        super().__init__(stack())
-        self.automatic_optimization = False
-
-
 class TwoCalls(Regression):
     def per_sample(self, batch: Any) -> Tensor:
         x, y = batch
@@ -297,8 +291,28 @@ class TwoOptimizers(Regression):
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)], []
 
 
+class Closing(Regression):
+    """Has an optimizer that evaluates the step itself."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__(stack())
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.1)
+
+
+class Sharpness(torch.optim.SGD):
+    """Looks uphill first, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        super().step()
+        closure()
+        return loss
+
+
 REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], str]] = {
-    "manual": (Manual, partial(loader, vectors), "automatic_optimization=False"),
     "two calls": (lambda: TwoCalls(stack()), partial(loader, vectors), "twice"),
     "no call": (lambda: NoCall(stack()), partial(loader, vectors), "did not call self.net"),
     "skipped": (lambda: Skipping(Transformer()), partial(loader, tokens), "returning None"),
@@ -311,6 +325,16 @@ REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], str]]
         lambda: TwoOptimizers(stack()),
         partial(loader, vectors),
         "several optimizers",
+    ),
+    "LBFGS": (
+        lambda: Closing(torch.optim.LBFGS),
+        partial(loader, vectors),
+        "LBFGS evaluates the step several times",
+    ),
+    "SAM": (
+        lambda: Closing(Sharpness),
+        partial(loader, vectors),
+        "Sharpness evaluates a training step more than once",
     ),
     "too many stages": (
         lambda: Regression(nn.Sequential(nn.Linear(6, 6))),

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
-from pipeswift_lightning import PipeSwiftStrategy
 from tests.helpers.distributed import run_ranks
 from tests.helpers.modules import Language, Regression, Transformer, loaders, stack, tokens, vectors
 from tests.helpers.networks import (
@@ -31,6 +30,17 @@ from tests.helpers.networks import (
 )
 from tests.helpers.parity import Failures, compare, fit, plain
 
+
+class Early(Residual):
+    """Python evaluates the scale before the block: that value crosses the cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x0 = self.start(x)
+        for i, block in enumerate(self.blocks):
+            x = self.scale[i] * block(x, x0)
+        return x
+
+
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]
 
 NETWORKS: dict[str, Case] = {
@@ -39,6 +49,7 @@ NETWORKS: dict[str, Case] = {
     "padding of any length": (Padded, loaders(Ragged, collate_fn=pad), {}),
     "U-Net": (lambda: Regression(UNet()), loaders(vectors), {}),
     "input to each block": (lambda: Regression(Residual()), loaders(vectors), {}),
+    "a value no layer takes": (lambda: Regression(Early()), loaders(vectors), {}),
     "tuples": (lambda: Regression(Structured("tuple")), loaders(vectors), {}),
     "dicts": (lambda: Regression(Structured("dict")), loaders(vectors), {}),
     "parameter in the loss": (lambda: Temperature(Transformer()), loaders(tokens), {}),
@@ -139,28 +150,3 @@ def test_training_on_two_stages_and_two_replicas(ddp: Path) -> None:
         strategy = {"stages": 2, "micro_batches": 3}
         compare(failures, name, module, data, strategy, want, **_options(name))
     failures.check()
-
-
-# -- what cannot be cut -----------------------------------------------------------------------
-
-
-class Early(Residual):
-    """Python evaluates the scale before the block: that value would have to cross the cut."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x0 = self.start(x)
-        for i, block in enumerate(self.blocks):
-            x = self.scale[i] * block(x, x0)
-        return x
-
-
-@pytest.mark.world_size(2, deadline_s=30)
-def test_a_value_that_no_layer_names_is_refused_with_the_reason() -> None:
-    match = "at most, but 2 are asked for: a value computed before layer 1 is used after it"
-    with pytest.raises(Exception, match=match):
-        fit(
-            lambda: Regression(Early()),
-            loaders(vectors),
-            PipeSwiftStrategy(micro_batches=2),
-            max_epochs=1,
-        )

@@ -1,16 +1,17 @@
-"""fp16 with a gradient scaler: one scale, and a step is skipped on all stages or on none."""
+"""Less than double precision: what one device computes, to rounding; one scale for fp16."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeswift_lightning import PipeSwiftStrategy
 from tests.helpers.modules import WIDTH, Base
-from tests.helpers.parity import Failures, Outcome, differences, fit, on_rank_zero
+from tests.helpers.parity import Failures, Outcome, differences, fit, on_rank_zero, plain
 
 STEPS = 12
 
@@ -83,4 +84,50 @@ def test_all_stages_skip_the_same_steps() -> None:
             name = f"{overflowing}, {options}"
             failures.add(name, differences(got, want, tolerance=2e-3))
             failures.add(name, [] if mine == scales else [f"scales {mine} for {scales}"])
+    failures.check()
+
+
+class InPrecision(HalfPrecision):
+    """Tells in which types it was computed."""
+
+    def __init__(self) -> None:
+        super().__init__("net.0.weight")
+        self.types: set[torch.dtype] = set()
+
+    def per_sample(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.types |= {p.dtype for p in self.parameters()}
+        found = self.net(x)
+        self.types.add(found.dtype)  # the last stage alone comes here
+        return (found - y).float().pow(2).mean(1)
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.world_size(2, deadline_s=60)
+def test_each_precision_computes_in_its_types_and_to_rounding() -> None:
+    failures = Failures()
+    tolerances = {"32-true": 1e-5, "bf16-mixed": 3e-2, "bf16-true": 6e-2}
+    half = torch.bfloat16
+    types = {"32-true": {torch.float32}, "bf16-mixed": {torch.float32, half}, "bf16-true": {half}}
+    for precision, tolerance in tolerances.items():
+        options = {"precision": precision, "max_epochs": 1, "gradient_clip_val": 0.5}
+        want = plain(InPrecision, loader, **options)
+        for loss in ("per_sample", "whole_batch"):
+            made: list[InPrecision] = []
+
+            def make() -> InPrecision:
+                made.append(InPrecision())  # noqa: B023 -- called at once
+                return made[-1]  # noqa: B023
+
+            strategy = PipeSwiftStrategy(micro_batches=2, loss=loss)
+            got = fit(make, loader, strategy, **options)
+            failures.add(f"{precision}, {loss}", differences(got, want, tolerance=tolerance))
+            last = dist.get_rank() == 1
+            kept = types[precision] - ({half} if precision == "bf16-mixed" and not last else set())
+            assert made[0].types == kept, precision
     failures.check()

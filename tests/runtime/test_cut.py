@@ -50,7 +50,6 @@ def piped(network: Network, starts: list[int], x: Tensor) -> tuple[Any, list[int
     cut = cut_of(network)
     step = lambda: network(x)  # noqa: E731
     trace = trace_of(cut, step)
-    assert not [s for s in starts[1:] if s in trace.unnameable], trace.unnameable
     received: tuple[Tensor, ...] = ()
     crossed = []
     for first, last in zip(starts, [*starts[1:], trace.num_layers], strict=True):
@@ -108,7 +107,7 @@ def test_the_trace_of_a_chain() -> None:
     trace = trace_of(cut_of(network), lambda: network(torch.ones(3, 2)))
     assert trace.order == (1, 2, 0)
     assert [trace.carried(i) for i in range(4)] == [(), (0,), (1,), ()]
-    assert trace.unnameable == {}
+    assert trace.operations.keys() <= {0, 1}
 
 
 def test_the_trace_tells_where_loose_parameters_are_used() -> None:
@@ -117,15 +116,32 @@ def test_the_trace_tells_where_loose_parameters_are_used() -> None:
     assert trace.parameter_gaps == {"scale": {0, 2}}
 
 
-def test_a_value_that_no_layer_names_forbids_the_cuts_it_crosses() -> None:
+def test_values_that_no_layer_names_cross_by_the_operation_that_made_them() -> None:
     def forward(n: Network, x: Tensor) -> Tensor:
-        hidden = n.a(x).relu()  # no layer takes it as it is
-        return n.c(n.b(hidden * 2)) + hidden
+        early = (x * n.scale).tanh()  # before the first layer, used after each
+        first, second = n.a(x).relu().split(1, 1)  # no layer takes these as they are
+        return n.c(n.b(second.repeat(1, 2) * early)) * early + first
 
     network = Network(forward)
-    trace = trace_of(cut_of(network), lambda: network(torch.ones(3, 2)))
-    assert set(trace.unnameable) == {1, 2}
-    assert "without passing through the layers" in trace.unnameable[2]
+    x = torch.randn(3, 2)
+    want = network(x)
+    got, crossed = piped(network, [0, 1, 2], x)
+    assert torch.equal(got, want)
+    assert crossed == [3, 3]
+
+
+def test_an_operation_that_another_batch_does_not_run_is_an_error() -> None:
+    def forward(n: Network, x: Tensor) -> Tensor:
+        early = n.scale * 1
+        for row in x:
+            early = early * row
+        return n.c(n.b(n.a(x))) + early
+
+    network = Network(forward)
+    cut = cut_of(network)
+    trace = trace_of(cut, lambda: network(torch.ones(3, 2)))
+    with pytest.raises(CutError, match="ran other operations than in the first step"):
+        run(cut, lambda: network(torch.ones(2, 2)), trace, first=0, last=1)
 
 
 def test_a_layer_called_twice_becomes_code_between_the_others() -> None:
@@ -154,11 +170,54 @@ def test_a_step_that_does_not_call_the_network_is_an_error() -> None:
         trace_of(cut_of(network), lambda: torch.ones(1))
 
 
-def test_a_network_called_twice_is_an_error() -> None:
+def test_a_network_called_twice_is_an_error_where_it_is_cut() -> None:
     network = Network(FORWARDS["chain"][0])
     cut = cut_of(network)
+    x = torch.ones(3, 2)
+    trace = trace_of(cut, lambda: network(x))
     with pytest.raises(CutError, match=r"self\.net is called twice"):
-        run(cut, lambda: network(network(torch.ones(3, 2))), None, first=0, last=3)
+        run(cut, lambda: network(network(x)), trace, first=0, last=3)
+    assert run(cut, lambda: network(network(x)), None, first=0, last=3).output.shape == (3, 2)
+
+
+def _twice(network: Network, x: Tensor) -> Tensor:
+    return network(x) - network(2 * x)
+
+
+def _slope(network: Network, x: Tensor) -> Tensor:
+    x.requires_grad_()
+    return torch.autograd.grad(network(x).sum(), x)[0]
+
+
+def _reads(network: Network, x: Tensor) -> Tensor:
+    return network(x) if float(network(x).sum()) > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("step", "seen"),
+    [
+        (_twice, "calls the network more than once"),
+        (_slope, "differentiates by itself"),
+        (_reads, ""),  # nobody knows the value, so the look ends there
+        (lambda network, x: network(x).sum().item() + network.missing, ""),
+        (lambda network, x: network(x).sum(), ""),
+    ],
+)
+def test_looking_on_tells_what_only_whole_steps_can_do(
+    step: Callable[[Network, Tensor], Any], seen: str
+) -> None:
+    network = Network(FORWARDS["chain"][0])
+    cut = cut_of(network)
+    returned: list[int] = []
+    with torch.no_grad():
+        trace = cut.discover(
+            lambda: step(network, torch.ones(3, 2)),
+            step_name="training_step",
+            names={},
+            at_return=lambda: returned.append(1),
+        )
+    assert (trace.only_whole, trace.order, returned) == (seen, (0, 1, 2), [1])
+    assert trace.returned_rows == {3}
 
 
 def test_layers_in_another_order_than_the_first_time_are_an_error() -> None:

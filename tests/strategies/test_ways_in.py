@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[2]
@@ -129,34 +130,49 @@ trainer:
     assert results(said) == [f"rank 0 of 2: {alone}", f"rank 1 of 2: {alone}"]
 
 
-@pytest.mark.slow
-def test_ranks_that_slurm_has_started(alone: str) -> None:
-    """The variables are those that srun sets; nothing is started by us."""
-    with_port = TCPStore("127.0.0.1", 0, is_master=True)
-    port = with_port.port
-    del with_port
+SIGNALLED = """
+import os, signal
+from lightning.pytorch import Callback
+
+
+class Preempted(Callback):
+    '''The scheduler signals one rank, in the middle of a step.'''
+
+    def on_before_zero_grad(self, trainer, module, optimizer):
+        if trainer.global_rank == 1 and trainer.global_step == 2 and not os.path.exists("asked"):
+            open("asked", "w").close()
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+"""
+
+
+def under_slurm(code: str, folder: Path) -> list[str]:
+    """Start two ranks with the variables that srun sets; return what they say."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    port = store.port
+    del store
+    tasks = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODELIST": "127.0.0.1",
+        "SLURM_NODEID": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", MODULE + fitting("pipeswift", 2)],
-            env={
-                **ENVIRONMENT,
-                "SLURM_JOB_ID": "17",
-                "SLURM_JOB_NAME": "train",
-                "SLURM_NTASKS": "2",
-                "SLURM_NTASKS_PER_NODE": "2",
-                "SLURM_NNODES": "1",
-                "SLURM_NODELIST": "127.0.0.1",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(rank),
-                "SLURM_NODEID": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            },
+            [sys.executable, "-c", code],
+            env={**ENVIRONMENT, **tasks, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)},
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for r in range(2)
     ]
     try:
         said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
@@ -164,4 +180,29 @@ def test_ranks_that_slurm_has_started(alone: str) -> None:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said
+    return said
+
+
+@pytest.mark.slow
+def test_ranks_that_slurm_has_started_and_signals(alone: str, tmp_path: Path) -> None:
+    """One signalled rank is enough; all save after the step, and a requeued job goes on from it."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho $@ >> requeued\n")
+    scontrol.chmod(0o755)
+    code = (
+        MODULE
+        + SIGNALLED
+        + fitting("pipeswift", 2).replace(
+            "accelerator='cpu'", "accelerator='cpu', default_root_dir='.', callbacks=[Preempted()]"
+        )
+    )
+    said = under_slurm(code, tmp_path)
     assert results("\n".join(said)) == [f"rank 0 of 2: {alone}", f"rank 1 of 2: {alone}"]
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    (saved,) = tmp_path.glob("hpc_ckpt_*.ckpt")
+    assert torch.load(saved, weights_only=True)["global_step"] == 3
+    said = under_slurm(code, tmp_path)
+    assert "Restored all states" in said[0]
+    # Lightning begins the epoch's data anew, so the result is another; the ranks agree on it.
+    first, second = (line.partition(": ")[2] for line in results("\n".join(said)))
+    assert first == second

@@ -1,5 +1,15 @@
-"""Lightning callbacks that show where a job's time goes."""
+"""Lightning callbacks: where a job's time goes, and checkpoints with their topology."""
 
+from pipeswift_lightning.callbacks.bubble_monitor import BubbleMonitor
 from pipeswift_lightning.callbacks.job_report import JobReport
+from pipeswift_lightning.callbacks.timeline_trace import TimelineTrace
+from pipeswift_lightning.callbacks.topology_checkpoint import TopologyCheckpoint
+from pipeswift_lightning.callbacks.variance_monitor import VarianceMonitor
 
-__all__ = ["JobReport"]
+__all__ = [
+    "BubbleMonitor",
+    "JobReport",
+    "TimelineTrace",
+    "TopologyCheckpoint",
+    "VarianceMonitor",
+]

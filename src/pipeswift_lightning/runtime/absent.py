@@ -16,12 +16,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from pipeswift_lightning.runtime.operations import OperationCounter
+
 __all__ = ["AbsentMode", "AbsentValueError", "entered", "left", "to_absent"]
 
 _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or")}
+_INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+_REPEATING = {torch.repeat_interleave, torch.Tensor.repeat_interleave}
 _READS = {
     torch.Tensor.item,
     torch.Tensor.tolist,
@@ -63,6 +67,9 @@ class AbsentMode(TorchFunctionMode):
         on_parameter: Called with each parameter that takes part in an absent operation.
         resolve: Maps ``id(tensor)`` of an absent tensor to the present one that has arrived for it.
         strict: Whether using an absent tensor is an error.
+
+    Attributes:
+        counter: Counts what depends on parameters, where values are named by their operations.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class AbsentMode(TorchFunctionMode):
         self.on_parameter = on_parameter
         self.resolve = resolve if resolve is not None else {}
         self.strict = strict
+        self.counter: OperationCounter | None = None
 
     @override
     def __torch_function__(
@@ -91,6 +99,14 @@ class AbsentMode(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, on the meta device when an argument is absent."""
         kwargs = kwargs or {}
+        counter = self.counter
+        if counter is None or counter.paused or not counter.depends((args, kwargs)):
+            return self._run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
+        counter.count(func, result)
+        return result
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._any_absent(args, kwargs):
             return func(*args, **kwargs)
         if self.resolve:
@@ -134,6 +150,7 @@ class AbsentMode(TorchFunctionMode):
                 "configure_pipeline()"
             )
             raise AbsentValueError(msg)
+        args, kwargs = _with_known_shape(func, args, kwargs)
         args, kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
         args, kwargs = tree_map_only(torch.device, _meta_device, (args, kwargs))
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str):
@@ -163,6 +180,34 @@ class AbsentMode(TorchFunctionMode):
         assert self.on_parameter is not None
         self.on_parameter(parameter)
         return parameter
+
+
+def _with_known_shape(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put what decides the result's shape, and is known here, into a form without data.
+
+    A mask that depends on the batch alone, such as that of the image tokens, selects a number of
+    places which the mask's own meta tensor could not tell.
+    """
+    if func in _INDEXING:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        places = tuple(place for part in index for place in _places(part))
+        return (args[0], places, *args[2:]), kwargs
+    if func in _REPEATING and len(args) > 1 and _is_present(args[1]):
+        return args, {**kwargs, "output_size": int(args[1].sum())}
+    return args, kwargs
+
+
+def _places(part: Any) -> tuple[Any, ...]:
+    """Replace a mask in an index by the places that it selects."""
+    if _is_present(part) and part.dtype is torch.bool and part.dim():
+        return tuple(part.nonzero(as_tuple=True))
+    return (part,)
+
+
+def _is_present(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta
 
 
 def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ on the batch alone is computed where it is used.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, Laye
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
 from pipeswift_lightning.runtime.rng import enter_layer
+from pipeswift_lightning.runtime.run_state import RunState
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
@@ -47,24 +48,6 @@ class _ReachedBoundaryError(BaseException):
     """Ends a run at a cut. Not an ``Exception``, so that user code does not catch it."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """The state of one pass of the step over layers ``first`` to ``last - 1``."""
-
-    trace: StepTrace | None
-    first: int
-    last: int
-    present: dict[int, Tensor]
-    reseed: Callable[[int, bool], None]
-    mode: AbsentMode | None
-    keep: frozenset[int]
-    position: int = 0
-    network_calls: int = 0
-    boundary: tuple[Tensor, ...] = ()
-    resolve: dict[int, Tensor] = field(default_factory=dict)
-    alive: list[Tensor] = field(default_factory=list)
-
-
 class LayerCut:
     """Intercepts the layers of a network, and the network's own call.
 
@@ -73,6 +56,7 @@ class LayerCut:
         layers: Its layers, as they are registered (the call order is discovered).
         network_name: How errors name the network, for instance ``"self.model"``.
         device: The device of this rank's stage.
+        returned: What a step may use of the network's output; the rest need not reach it.
     """
 
     def __init__(
@@ -82,17 +66,25 @@ class LayerCut:
         *,
         network_name: str,
         device: torch.device,
+        returned: Callable[[Any], Any] = lambda output: output,
     ) -> None:
+        self._returned = returned
         self.network = network
         self.layers = tuple(layers)
         self.network_name = network_name
         self.device = device
         self._uncut: set[int] = set()
-        self._run: _Run | None = None
+        self._run: RunState | None = None
         self._discovery: Discovery | None = None
         self.call = NetworkCall(network_name, len(self.layers), device)
+        self.on_outside: Callable[[], None] | None = None  # a layer runs outside any run
         self._templates: dict[tuple[Any, ...], Any] = {}
         self._originals: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the interception is in place."""
+        return bool(self._originals)
 
     def install(self) -> None:
         """Put the interception in place; `remove` takes it away."""
@@ -116,7 +108,12 @@ class LayerCut:
     # -- discovery ----------------------------------------------------------------------------
 
     def discover(
-        self, step: Callable[[], Any], *, step_name: str, names: Mapping[int, str]
+        self,
+        step: Callable[[], Any],
+        *,
+        step_name: str,
+        names: Mapping[int, str],
+        at_return: Callable[[], None] | None = None,
     ) -> StepTrace:
         """Run ``step`` once on absent values, and return the order and flow of its layers.
 
@@ -126,12 +123,14 @@ class LayerCut:
             step: The user's step with its arguments bound.
             step_name: How errors name the step.
             names: Names of the module's parameters, by ``id``.
+            at_return: Called when the network has returned. Then the step runs on, as far as it
+                can without data, and the trace tells whether it calls the network again.
 
         Raises:
             CutError: The step calls no layer, or one of them twice.
         """
         while True:
-            discovery = Discovery(self.device)
+            discovery = Discovery(self.device, at_return=at_return)
             try:
                 self._discover_once(discovery, step)
             except LayerCalledTwiceError as error:
@@ -160,6 +159,10 @@ class LayerCut:
                 step()
         except DiscoveryDone:
             pass
+        except Exception:
+            # What follows the network needs data, which nobody has yet; there is no more to see.
+            if not discovery.network_returned:
+                raise
         finally:
             self._discovery = None
 
@@ -199,7 +202,7 @@ class LayerCut:
         mode = None
         if trace is not None:  # nothing is absent on the first stage, or a wrong step would show it
             mode = AbsentMode(self.device, absent_parameters=first > 0, strict=first == 0)
-        run = _Run(trace, first, last, present, reseed, mode, keep)
+        run = RunState(trace, first, last, present, reseed, mode, keep)
         self._run = run
         try:
             reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
@@ -212,7 +215,7 @@ class LayerCut:
         self._check_complete(run, step_name, num_layers, last)
         return Completed(_resolved(output, run.resolve))
 
-    def _check_complete(self, run: _Run, step_name: str, num_layers: int, last: int) -> None:
+    def _check_complete(self, run: RunState, step_name: str, num_layers: int, last: int) -> None:
         whole = run.trace is None
         if run.position == 0 or (not whole and run.position < num_layers):
             msg = (
@@ -229,15 +232,15 @@ class LayerCut:
         if self.call.answer is not None:
             return self.call.answer(*args, **kwargs)
         if self._discovery is not None:
+            self._discovery.network_called()
             output = original(*args, **kwargs)
             if self._discovery.order:
-                self._discovery.network_returns(output)
-                raise DiscoveryDone
+                self._discovery.network_returns(self._returned(output))
             return output
         run = self._run
         if run is not None:
             run.network_calls += 1
-            if run.network_calls > 1:
+            if run.network_calls > 1 and run.trace is not None:
                 raise CutError(self.call.called_twice())
         return original(*args, **kwargs)
 
@@ -254,12 +257,13 @@ class LayerCut:
         position = run.position
         if run.trace is not None:
             self._check_order(run, index, position)
+        run.leave_gap(self.network_name)
         run.position += 1
         if position < run.first:
             return self._skip(run, index, original, args, kwargs)
         leaves, spec = self._bind_arguments(run, position, args, kwargs)
-        if position == run.last:
-            run.boundary = tuple(run.present[v] for v in _carried(run))
+        if position == run.last and run.trace is not None:
+            run.boundary = run.crossing(self.network_name)
             raise _ReachedBoundaryError
         args, kwargs = tree_unflatten(leaves, spec) if spec is not None else (args, kwargs)
         return self._run_local(run, position, original, args, kwargs)
@@ -268,39 +272,27 @@ class LayerCut:
         self, index: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if any(p.is_meta for p in self.layers[index].parameters()):
-            msg = (
-                f"layer {index} of {self.network_name} is called outside a step, and its "
-                "parameters live on another stage. Rule: while the strategy is set up, the "
-                "network runs inside training, validation, test and predict steps only. Remedy: "
-                "call it in one of those steps, or after the Trainer has finished"
-            )
-            raise CutError(msg)
+            raise CutError(self.call.outside(index))
+        if self.on_outside is not None:
+            self.on_outside()
         if is_recomputing():
             args, kwargs = with_present((args, kwargs))
             enter_layer(self.device)
         return original(*args, **kwargs)
 
-    def _check_order(self, run: _Run, index: int, position: int) -> None:
+    def _check_order(self, run: RunState, index: int, position: int) -> None:
         order = run.trace.order if run.trace is not None else ()
         if position < len(order) and order[position] == index:
             return
-        seen = order.index(index) < position if index in order else False
-        what = "a second time" if seen else "out of order"
-        msg = (
-            f"layer {index} of {self.network_name} is called {what} (call {position} of this "
-            f"step; its first step called layers in the order {order}). Rule: every step calls "
-            f"{self.network_name} exactly once, and its layers in one order. Remedy: make the "
-            "order independent of the batch, or return coarser layers from configure_pipeline()"
-        )
-        raise CutError(msg)
+        raise CutError(self.call.out_of_order(index, position, order))
 
     def _skip(
-        self, run: _Run, index: int, original: Callable[..., Any], args: Any, kwargs: Any
+        self, run: RunState, index: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         assert run.trace is not None
         position = run.position - 1
         leaves, _ = tree_flatten((args, kwargs))
-        self._remember(run, leaves, run.trace.inputs[position])
+        run.remember(leaves, run.trace.inputs[position])
         shapes = (tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves)
         key = (index, self.layers[index].training, *shapes)
         template = self._templates.get(key)
@@ -311,26 +303,19 @@ class LayerCut:
             self._templates[key] = template
         # Tensors of this run's own: code may change them, and some stand for present ones.
         outputs = [x.detach() if isinstance(x, Tensor) else x for x in template[0]]
-        self._remember(run, outputs, run.trace.outputs[position])
-        run.reseed(position + 1, False)  # noqa: FBT003 -- a gap
+        run.remember(outputs, run.trace.outputs[position])
+        run.enter_gap(position + 1, outputs)
         return tree_unflatten(outputs, template[1])
 
-    @staticmethod
-    def _remember(run: _Run, leaves: list[Any], pairs: tuple[tuple[int, int], ...]) -> None:
-        for leaf, value in pairs:
-            if value in run.present and isinstance(leaves[leaf], Tensor):
-                run.resolve[id(leaves[leaf])] = run.present[value]
-                run.alive.append(leaves[leaf])  # or its id could be another's
-
     def _bind_arguments(
-        self, run: _Run, position: int, args: Any, kwargs: Any
+        self, run: RunState, position: int, args: Any, kwargs: Any
     ) -> tuple[list[Any], Any]:
         """Put the values that have arrived in the place of absent arguments."""
         if run.trace is None:
             return [], None
         leaves, spec = tree_flatten((args, kwargs))
         if position == run.first:
-            self._remember(run, leaves, run.trace.inputs[position])
+            run.remember(leaves, run.trace.inputs[position])
             if run.mode is not None:
                 run.mode.absent_parameters = False
                 run.mode.resolve = run.resolve
@@ -357,17 +342,13 @@ class LayerCut:
         raise CutError(msg)
 
     def _run_local(
-        self, run: _Run, position: int, original: Callable[..., Any], args: Any, kwargs: Any
+        self, run: RunState, position: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         run.reseed(position, True)  # noqa: FBT003 -- a layer
         with left(run.mode):
             output = original(*args, **kwargs)
-        run.reseed(position + 1, False)  # noqa: FBT003 -- a gap
-        if run.trace is not None and run.keep:
-            leaves = tree_flatten(output)[0]
-            for leaf, value in run.trace.outputs[position]:
-                if value in run.keep:
-                    run.present[value] = leaves[leaf]
+        run.enter_gap(position + 1, output)
+        run.keep_outputs(position, output)
         return output
 
 
@@ -376,10 +357,6 @@ def _resolved(output: Any, present: Mapping[int, Tensor]) -> Any:
     if not present:
         return output
     return tree_map_only(Tensor, lambda t: present.get(id(t), t) if t.is_meta else t, output)
-
-
-def _carried(run: _Run) -> tuple[int, ...]:
-    return run.trace.carried(run.last) if run.trace is not None else ()
 
 
 def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

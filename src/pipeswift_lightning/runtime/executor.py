@@ -1,8 +1,8 @@
 """Walk one rank's row of instructions."""
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol, assert_never
 
@@ -27,7 +27,7 @@ from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, ten
 from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recorder import Recorder
 
-__all__ = ["Executor", "StageProgram"]
+__all__ = ["Executor", "Held", "StageProgram"]
 
 _MAX_SENDS = 8
 _WAITING = {False: "waiting for the activation", True: "waiting for the gradient"}
@@ -69,6 +69,14 @@ class _Saved:
     edges: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     sent: InFlight | None = None
+    retain: bool = False  # the backward may be asked for again
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds between a run of forwards and one of their backwards."""
+
+    saved: Mapping[tuple[int, int], _Saved]
 
 
 class Executor:
@@ -99,19 +107,81 @@ class Executor:
         self._recorder = recorder
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._pending: dict[tuple[int, int, bool], Pending] = {}
-        self._sends: deque[tuple[int, InFlight]] = deque()
+        self._sends: deque[tuple[int, int, InFlight]] = deque()
 
-    def run(self, row: Sequence[Instruction], program: StageProgram, *, training: bool) -> None:
+    @property
+    def progress(self) -> Progress:
+        """What the watchdog reads."""
+        return self._progress
+
+    def run(
+        self,
+        row: Sequence[Instruction],
+        program: StageProgram,
+        *,
+        training: bool,
+        begin: bool = True,
+    ) -> None:
         """Execute ``row``; returns when every message of this rank has left.
+
+        Args:
+            row: The instructions.
+            program: What they compute.
+            training: Whether there is a backward.
+            begin: Whether the step begins here, for the channel.
 
         Raises:
             CommunicationError: A transfer failed, most often since the peer has gone.
             Exception: Whatever the program raises, with a note that says where.
         """
+        if begin:
+            self._channel.begin()
+        self._walk(row, program, training=training)
+
+    def begin(self) -> None:
+        """Begin a step of several runs."""
         self._channel.begin()
+
+    def run_forward(self, row: Sequence[Instruction], program: StageProgram) -> Held:
+        """Execute a row of forwards whose backwards may come, now or later or never.
+
+        The caller begins the step, once for all runs that overlap.
+
+        Raises:
+            CommunicationError: As `run`.
+            Exception: As `run`.
+        """
+        held: dict[tuple[int, int], _Saved] = {}
+        self._walk(row, program, training=True, keep=held)
+        return Held(held)
+
+    def run_backward(self, row: Sequence[Instruction], program: StageProgram, held: Held) -> None:
+        """Execute a row of backwards; ``held`` stays as it is, so this may be done again.
+
+        Raises:
+            CommunicationError: As `run`.
+            Exception: As `run`.
+        """
+        self._saved = {key: replace(saved, retain=True) for key, saved in held.saved.items()}
+        self._walk(row, program, training=True)
+
+    def _walk(
+        self,
+        row: Sequence[Instruction],
+        program: StageProgram,
+        *,
+        training: bool,
+        keep: dict[tuple[int, int], _Saved] | None = None,
+    ) -> None:
         try:
             for instruction in row:
                 self._step(instruction, program, training=training)
+            if keep is not None:
+                keep.update(self._saved)
+                for (stage, _), saved in keep.items():
+                    if saved.sent is not None:
+                        self._sends.append((stage, self._positions[stage + 1], saved.sent))
+                        saved.sent = None
             while self._sends:
                 self._reap()
         finally:
@@ -139,7 +209,7 @@ class Executor:
             case Free():
                 saved = self._saved.pop((stage, micro_batch), None)
                 if saved is not None and saved.sent is not None:
-                    self._keep_send(stage + 1, saved.sent)
+                    self._keep_send(stage, stage + 1, saved.sent)
             case _:
                 assert_never(instruction)
 
@@ -181,7 +251,7 @@ class Executor:
                 if saved.loss is not None:
                     program.backward(micro_batch, saved.loss)
             elif saved.edges:
-                torch.autograd.backward(saved.edges, gradients)
+                torch.autograd.backward(saved.edges, gradients, retain_graph=saved.retain)
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise
@@ -219,7 +289,7 @@ class Executor:
             with communicating(f"stage {stage} sending micro-batch {micro_batch} backward", peer):
                 raise
         saved.gradients = []
-        self._keep_send(stage - 1, flight)
+        self._keep_send(stage, stage - 1, flight)
 
     def _post(
         self, stage: int, micro_batch: int, peer: int, program: StageProgram, *, training: bool
@@ -256,31 +326,33 @@ class Executor:
         self._record(EventKind.RECEIVE_WAIT, stage, micro_batch, start)
         return value
 
-    def _keep_send(self, peer_stage: int, flight: InFlight) -> None:
+    def _keep_send(self, stage: int, peer_stage: int, flight: InFlight) -> None:
         """Hold a message until it has left, with a bound on how many are held."""
-        self._sends.append((self._positions[peer_stage], flight))
+        self._sends.append((stage, self._positions[peer_stage], flight))
         if len(self._sends) > _MAX_SENDS:
             self._reap()
 
     def _reap(self) -> None:
-        peer, flight = self._sends.popleft()
+        stage, peer, flight = self._sends.popleft()
         self._progress.mark(
             "waiting for a message to leave",
             micro_batch=self._progress.micro_batch,
             waiting_for=self._ranks[peer],
         )
+        start = perf_counter()
         try:
             flight.wait()
         except Exception:
             with communicating(f"sending to position {peer}", peer):
                 raise
+        self._record(EventKind.SEND_WAIT, stage, None, start)
 
     # -- observing ----------------------------------------------------------------------------
 
     def _mark(self, doing: str, stage: int, micro_batch: int, peer: int | None = None) -> None:
         self._progress.mark(doing, stage=stage, micro_batch=micro_batch, waiting_for=peer)
 
-    def _record(self, kind: EventKind, stage: int, micro_batch: int, start_s: float) -> None:
+    def _record(self, kind: EventKind, stage: int, micro_batch: int | None, start_s: float) -> None:
         if self._recorder is not None:
             self._recorder.add(kind, stage, micro_batch, start_s, perf_counter())
 

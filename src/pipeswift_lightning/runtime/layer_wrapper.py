@@ -41,8 +41,8 @@ class LayerWrapper(ABC):
         self._chosen = frozenset(indices)
 
     def remove(self) -> None:
-        """Give the layers their own ``forward`` back."""
-        for layer, original in zip(self._layers, self._originals, strict=True):
+        """Give the layers their own ``forward`` back; nothing to do if it was not in place."""
+        for layer, original in zip(self._layers, self._originals, strict=False):
             del layer.forward
             if layer.forward != original:  # it was an attribute of the instance already
                 layer.forward = original

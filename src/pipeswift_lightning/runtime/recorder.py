@@ -1,7 +1,5 @@
 """Record what this rank does, as the same `Timeline` that the simulator predicts."""
 
-import time
-
 from pipeswift_lightning.plan.timeline import Event, EventKind, Timeline
 
 __all__ = ["Recorder"]
@@ -16,33 +14,28 @@ class Recorder:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._events: list[tuple[EventKind, int, int | None, float, float]] = []
-        self._start_s = 0.0
+        self._added: list[tuple[EventKind, int, int | None, float, float]] = []
+        self._events: list[Event] = []
 
     def begin(self) -> None:
         """Start a step: forget the events of the one before."""
+        self._added = []
         self._events = []
-        self._start_s = time.perf_counter()
 
     def add(
         self, kind: EventKind, stage: int, micro_batch: int | None, start_s: float, end_s: float
     ) -> None:
         """Add one event; cheap, since it runs for every instruction."""
-        self._events.append((kind, stage, micro_batch, start_s, end_s))
+        self._added.append((kind, stage, micro_batch, start_s, end_s))
 
     def events(self) -> tuple[Event, ...]:
         """The events so far."""
-        return tuple(
-            Event(
-                rank=self.rank,
-                stage=stage,
-                micro_batch=micro_batch,
-                kind=kind,
-                start_s=start,
-                end_s=end,
-            )
-            for kind, stage, micro_batch, start, end in self._events
-        )
+        # Several ask for them in a step, and to make an Event takes longer than to note it.
+        self._events += [
+            Event(self.rank, stage, micro_batch, kind, start_s, end_s)
+            for kind, stage, micro_batch, start_s, end_s in self._added[len(self._events) :]
+        ]
+        return tuple(self._events)
 
     def timeline(self, num_ranks: int) -> Timeline:
         """This rank's events as a timeline of ``num_ranks`` ranks."""

@@ -3,20 +3,22 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipeswift_lightning.runtime.operations import Operation
+
 __all__ = ["StepTrace", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that depends on parameters, and which a layer takes or returns.
+    """A tensor that depends on parameters, and which may have to cross a cut.
 
     A *gap* is the code between two layers: gap ``g`` runs after layer ``g - 1`` and before layer
     ``g``; gap 0 is the code before the first layer, gap ``n`` the code after the last.
 
     Attributes:
         created_in_gap: The gap whose code computed it (``j + 1`` for an output of layer ``j``).
-        named_at: The first layer boundary at which a stage can name it: it is an argument of that
-            layer, or an output of the layer before.
+        named_at: The first layer boundary at which a stage can name it: by the operation that made
+            it, or as an output of the layer before.
         last_use: The last layer whose stage needs it; use in gap ``g`` counts for layer ``g - 1``.
     """
 
@@ -35,9 +37,13 @@ class StepTrace:
         inputs: For each layer (in call order), pairs (argument leaf, value index).
         outputs: For each layer (in call order), pairs (output leaf, value index).
         parameter_gaps: For each parameter (by name) that is used outside the layers, the gaps.
-        unnameable: Cuts that no stage could feed: boundary -> reason.
+        operations: The operation that made each value which code outside the layers made.
+        digests: For each gap, what its operations were.
         calls_network: Whether the step calls the network itself, not its layers one by one.
         returns_scalar: Whether the network returns a scalar, such as a loss of its own.
+        returned_rows: The first dims of the tensors that the network returns; -1 for a scalar.
+        only_whole: What the step was seen to do that it can do only where every rank runs it
+            whole: calling the network once more, say. Empty, if nothing was seen.
     """
 
     order: tuple[int, ...]
@@ -45,9 +51,12 @@ class StepTrace:
     inputs: tuple[tuple[tuple[int, int], ...], ...]
     outputs: tuple[tuple[tuple[int, int], ...], ...]
     parameter_gaps: Mapping[str, frozenset[int]]
-    unnameable: Mapping[int, str] = field(default_factory=dict)
+    operations: Mapping[int, Operation] = field(default_factory=dict)
+    digests: Mapping[int, int] = field(default_factory=dict)
     calls_network: bool = True
     returns_scalar: bool = False
+    returned_rows: frozenset[int] = frozenset()
+    only_whole: str = ""
 
     @property
     def num_layers(self) -> int:

@@ -82,6 +82,13 @@ class Collectives:
         votes = int(count)
         return votes == self._groups.mesh.world_size if unanimous else votes > 0
 
+    def gather_over_stages(self, what: str, value: Any) -> list[Any]:
+        """Return every stage's object, by stage."""
+        every: list[Any] = [None] * self._groups.mesh.num_stages
+        pipeline = self._groups.pipeline
+        self.guarded(what, lambda: dist.all_gather_object(every, value, group=pipeline))
+        return every
+
     def sum_over_stages(self, value: Tensor) -> None:
         """Add ``value`` up over the stages, in place."""
         self.guarded(

@@ -1,8 +1,11 @@
 """From one call of a Lightning step hook to a run of the pipeline, and back."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +16,21 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
-from pipeswift_lightning.strategies.loss_scope import LossPolicy
+from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.loss_scope import (
+    NOTHING_FITS,
+    LossPolicy,
+    Matches,
+    Shares,
+    compare,
+    is_checked,
+)
+from pipeswift_lightning.strategies.loss_weights import Rule, rules_for, shares
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
-from pipeswift_lightning.strategies.records import MergedLog, replay
+from pipeswift_lightning.strategies.records import MergedLog, logged_alike, replay
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
@@ -39,6 +52,19 @@ class StepHook(IntEnum):
         return f"{self.name.lower()}_step"
 
 
+def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any]:
+    """Return the precision plugin's context for a hook."""
+    match hook:
+        case StepHook.TRAINING:
+            return precision.train_step_context()
+        case StepHook.VALIDATION:
+            return precision.val_step_context()
+        case StepHook.TEST:
+            return precision.test_step_context()
+        case StepHook.PREDICT:
+            return precision.predict_step_context()
+
+
 class StepRunner:
     """Runs step hooks over a session, and gives every rank the same result."""
 
@@ -50,19 +76,54 @@ class StepRunner:
         self._evaluations = 0
         self._largest_batch = 0
         self._warned = False
-        self._policy = LossPolicy(options.loss)
+        self._evaluated: dict[StepHook, int | None] = {}
+        self._policy = LossPolicy(options.loss, rules_for(session.module, options))
+
+    def state(self) -> dict[str, Any]:
+        """Return what a resumed run needs to draw and to choose as this one would have."""
+        return {
+            "seed": self._seed,
+            "evaluations": self._evaluations,
+            "largest_batch": self._largest_batch,
+            "loss": self._policy.state(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` has returned."""
+        self._seed, self._evaluations = state["seed"], state["evaluations"]
+        self._largest_batch = state["largest_batch"]
+        self._policy.load_state(state["loss"])
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
         self._session.progress.mark(f"preparing {hook.method}")
         batch, *rest = args
+        if self._runs_whole():
+            return self._run_whole(hook, args, precision)
         call = self._call(hook, batch, tuple(rest), precision)
-        call, scope, check = self._scope(hook, call)
+        trace = self._session.look_at(call)
+        if self._runs_whole():  # as the look has shown to be needed
+            return self._run_whole(hook, args, precision)
+        call, scope, counted = self._scope(hook, call, trace)
         program = self._session.run(call, scope)
-        output, logs = self._share(program, check=check)
+        output, logs = self._share(program, counted)
         replicated = self._session.groups.mesh.num_replicas > 1
         replay(self._module, logs, self._session.device, replicated=replicated)
         return output
+
+    def _runs_whole(self) -> bool:
+        return self._session.transparent is not None
+
+    def _run_whole(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
+        """Run the user's step itself: every rank has what it needs for it."""
+        session = self._session
+        replicated = session.groups.mesh.num_replicas > 1
+        with (
+            session.whole_step(hook.method, args[0], self._seeds(hook)),
+            logged_alike(self._module, replicated=replicated),
+            _context(hook, precision),
+        ):
+            return getattr(self._module, hook.method)(*args)
 
     def _call(
         self, hook: StepHook, batch: Any, rest: tuple[Any, ...], precision: Precision
@@ -71,16 +132,14 @@ class StepRunner:
         total = num_samples(batch)
         training = hook is StepHook.TRAINING
         smaller = not training or total < self._largest_batch
-        plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
+        recorded = self._session.recorded
+        if recorded is not None and self._options.micro_batches is None and recorded.fits(total):
+            plan = MicroBatches(recorded.sizes)
+        else:
+            plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer
-        contexts = {
-            StepHook.TRAINING: precision.train_step_context,
-            StepHook.VALIDATION: precision.val_step_context,
-            StepHook.TEST: precision.test_step_context,
-            StepHook.PREDICT: precision.predict_step_context,
-        }
         return StepCall(
             hook=hook.method,
             batch=batch,
@@ -89,7 +148,7 @@ class StepRunner:
             sizes=plan.sizes,
             seed=self._seeds(hook),
             loss_divisor=trainer.accumulate_grad_batches if training else 1,
-            context=contexts[hook],
+            context=partial(_context, hook, precision),
             scale=_scale(precision),
             trainable=zlib.crc32(bytes(p.requires_grad for p in self._module.parameters())),
         )
@@ -101,40 +160,109 @@ class StepRunner:
         replica = self._session.groups.coordinate.replica
         return (self._seed, replica, hook, step, self._evaluations)
 
-    def _scope(self, hook: StepHook, call: StepCall) -> tuple[StepCall, LossScope, bool]:
-        """Choose what the loss sees. Evaluation sees whole batches: that costs only outputs."""
-        trace = self._session.look_at(call)
-        if trace is None or len(call.sizes) == 1 or not trace.calls_network:
-            return call, LossScope.PER_SAMPLE, False
-        if trace.returns_scalar and self._options.loss is not LossScope.PER_SAMPLE:
-            self._warn_of_scalar()
-            return call.in_one(), LossScope.PER_SAMPLE, False
-        if hook is StepHook.TRAINING:
-            return call, *self._policy.next_step()
-        return call, LossScope.WHOLE_BATCH, False
+    def _scope(
+        self, hook: StepHook, call: StepCall, trace: StepTrace | None
+    ) -> tuple[StepCall, LossScope, Shares | None]:
+        """Choose what the loss sees, and the shares that a check of this step compares.
+
+        Evaluation sees whole batches: that costs only outputs.
+        """
+        if trace is None or len(call.sizes) == 1:
+            return call, LossScope.PER_SAMPLE, None
+        whole = self._options.loss is not LossScope.PER_SAMPLE
+        if trace.returns_scalar and whole and trace.calls_network:
+            return self._scope_of_scalar(hook, call)
+        evaluated = hook is not StepHook.TRAINING and trace.calls_network
+        if evaluated and not trace.returns_scalar:
+            return call, LossScope.WHOLE_BATCH, None
+        counted = self._shares(call)
+        if evaluated or not trace.calls_network:
+            scope = LossScope.WHOLE_BATCH if evaluated else LossScope.PER_SAMPLE
+            return self._weighted(call, counted), scope, None
+        scope, check = self._policy.next_step(counted)
+        if scope is LossScope.PER_SAMPLE:
+            call = self._weighted(call, counted)
+        return call, scope, counted if check else None
+
+    def _weighted(self, call: StepCall, counted: Shares) -> StepCall:
+        return replace(call, weighting=self._policy.weighting(counted))
+
+    def _shares(self, call: StepCall) -> Shares:
+        given = {
+            r: shares(r, self._module, call.micro_batches, call.sizes) for r in self._policy.rules
+        }
+        return {rule: share for rule, share in given.items() if share is not None}
+
+    def _scope_of_scalar(self, hook: StepHook, call: StepCall) -> tuple[StepCall, LossScope, None]:
+        """Choose for a network that returns a loss of its own: it sees what the network sees.
+
+        The loss of a whole batch takes one pass of the whole batch, without a pipeline's benefit,
+        so it is compared before the step and not in its place.
+        """
+        if hook is not StepHook.TRAINING:
+            return self._scope_of_evaluation(hook, call)
+        counted = self._shares(call)
+        _, check = self._policy.next_step(counted)
+        if check:
+            whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
+            parts = self._session.look(call, LossScope.PER_SAMPLE)
+            found = compare(whole, parts, counted) if self._session.is_last else {}
+            self._policy.learn(self._from_last_stage(found), counted)
+        if not self._policy.whole:
+            return self._weighted(call, counted), LossScope.PER_SAMPLE, None
+        self._warn_of_scalar()
+        return call.in_one(), LossScope.PER_SAMPLE, None
+
+    def _scope_of_evaluation(
+        self, hook: StepHook, call: StepCall
+    ) -> tuple[StepCall, LossScope, None]:
+        """Join the network's own loss by the weights that training has found, if they hold here."""
+        counted = self._shares(call)
+        weighting = self._policy.settled(counted)
+        step = self._evaluated.get(hook, 0)
+        if weighting is not None and step is not None:
+            weighted = replace(call, weighting=weighting)
+            self._evaluated[hook] = step + 1
+            if not is_checked(step) or self._holds(weighted):
+                return weighted, LossScope.WHOLE_BATCH, None
+            self._evaluated[hook] = None  # for good
+        return call.in_one(), LossScope.PER_SAMPLE, None
+
+    def _holds(self, call: StepCall) -> bool:
+        """Whether a step gives the same with the network's outputs joined as with one piece."""
+        whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
+        joined = self._session.look(call, LossScope.WHOLE_BATCH)
+        share = {Rule.SAMPLES: (1.0,)}
+        found = compare(whole, joined, share) if self._session.is_last else {}
+        return all(self._from_last_stage(found).values())
 
     def _warn_of_scalar(self) -> None:
-        if not self._warned:
+        if not self._warned and self._options.loss is LossScope.AUTO:
             self._warned = True
             rank_zero_warn(
                 f"pipeswift: {self._session.network.name} returns a scalar, such as a loss of its "
-                "own. Whether it is a mean over samples cannot be told, so each batch runs as one "
-                "micro-batch: exact, but the stages wait for one another. Compute the loss in the "
-                'step instead, or set PipeSwiftStrategy(loss="per_sample") if it is such a mean.'
+                "own, that is no mean of its micro-batches' by samples or by labels, so each batch "
+                "runs as one micro-batch: exact, but the stages wait for one another. Compute the "
+                "loss in the step instead, or define micro_batch_weight(micro_batch) on the "
+                "LightningModule, returning what the scalar is a mean over."
             )
 
     def _share(
-        self, program: StepProgram | WholeBatchProgram, *, check: bool
+        self, program: StepProgram | WholeBatchProgram, counted: Shares | None
     ) -> tuple[Any, list[MergedLog]]:
         """Send the last stage's output and logs to all stages."""
         session = self._session
-        result: tuple[Any, list[MergedLog], str | None] = (None, [], None)
+        result: tuple[Any, list[MergedLog], Matches] = (None, [], {})
         if session.is_last:
-            found = session.check(program) if check else None
+            found: Matches = {}
+            if counted is not None and isinstance(program, WholeBatchProgram):
+                found = NOTHING_FITS
+                if program.sizes == program.call.sizes:  # else rows are no samples
+                    found = compare(program.whole(), session.by_micro_batch(program), counted)
             result = (*program.result(), found)
-        output, logs, found = self._from_last_stage(result)
-        if check:
-            self._policy.learn(found)
+        output, logs, matches = self._from_last_stage(result)
+        if counted is not None:
+            self._policy.learn(matches, counted)
         return output, logs
 
     def _from_last_stage(self, result: Any) -> Any:
@@ -147,8 +275,7 @@ class StepRunner:
         )
         with in_collective("waiting for the last stage's loss and logs", session.progress):
             dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
-        output, logs, found = box[0]  # type: ignore[misc]
-        return tree_map_only(Tensor, lambda t: t.to(session.device), output), logs, found
+        return tree_map_only(Tensor, lambda t: t.to(session.device), box[0])
 
 
 def _scale(precision: Precision) -> Callable[[Tensor], Tensor]:

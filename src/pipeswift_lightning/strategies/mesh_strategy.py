@@ -242,6 +242,17 @@ class MeshStrategy(ParallelStrategy):
             lambda: _all_gather_ddp_if_available(tensor, chosen, sync_grads),
         )
 
+    def gather_over_stages(self, what: str, value: Any) -> list[Any]:
+        """Return every stage's object, by stage; collective over this rank's pipeline.
+
+        Args:
+            what: What is done, for the report should it fail: "gathering step times".
+            value: This stage's object; it is pickled.
+        """
+        if self._collectives is None:
+            return [value]
+        return self._collectives.gather_over_stages(what, value)
+
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._collectives is None:

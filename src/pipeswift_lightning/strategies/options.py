@@ -1,7 +1,7 @@
 """What a user may choose about the pipeline."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipeswift_lightning.plan.microbatches import (
 )
 from pipeswift_lightning.plan.schedules import build_schedule
 
-__all__ = ["LossScope", "OptionError", "PipelineOptions"]
+__all__ = ["LossScope", "LossWeight", "OptionError", "PipelineOptions"]
 
 
 class OptionError(ValueError):
@@ -26,6 +26,15 @@ class LossScope(StrEnum):
     AUTO = "auto"
     PER_SAMPLE = "per_sample"
     WHOLE_BATCH = "whole_batch"
+    TRANSPARENT = "transparent"
+
+
+class LossWeight(StrEnum):
+    """What a micro-batch's loss counts by: see `PipeSwiftStrategy`'s ``loss_weight``."""
+
+    AUTO = "auto"
+    SAMPLES = "samples"
+    TOKENS = "tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +52,9 @@ class PipelineOptions:
     partition: tuple[int, ...] | None = None
     dynamic_shapes: bool = False
     loss: LossScope = LossScope.AUTO
+    loss_weight: LossWeight = LossWeight.AUTO
     receive_window: int | None = None
+    network: tuple[str, ...] | None = None
     recompute: bool | tuple[int, ...] | int = False
     compile: tuple[tuple[str, Any], ...] | None = None
 
@@ -82,7 +93,9 @@ class PipelineOptions:
         partition: Sequence[int] | None,
         dynamic_shapes: bool,
         loss: str,
+        loss_weight: str,
         receive_window: int | None,
+        network: str | Sequence[str] | None,
         recompute: Sequence[int] | int | bool,
         compile: bool | str | Mapping[str, Any],
     ) -> "PipelineOptions":
@@ -91,6 +104,8 @@ class PipelineOptions:
             _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
         if loss not in list(LossScope):
             _refuse("loss", loss, " or ".join(map(repr, map(str, LossScope))))
+        if loss_weight not in list(LossWeight):
+            _refuse("loss_weight", loss_weight, " or ".join(map(repr, map(str, LossWeight))))
         counts: int | tuple[int, ...] | None
         if micro_batches is None or isinstance(micro_batches, str):
             counts = None
@@ -107,7 +122,9 @@ class PipelineOptions:
             partition=None if partition is None else tuple(partition),
             dynamic_shapes=dynamic_shapes,
             loss=LossScope(loss),
+            loss_weight=LossWeight(loss_weight),
             receive_window=receive_window,
+            network=(network,) if isinstance(network, str) else tuple(network) if network else None,
             compile=_compile_settings(compile),
             recompute=recompute if isinstance(recompute, int) else tuple(recompute),
         )
@@ -150,6 +167,22 @@ class PipelineOptions:
         if batch_size < wanted and not may_be_smaller:
             _too_small(batch_size, wanted)
         return MicroBatches(split_batch_size(batch_size, min(wanted, batch_size)))
+
+    def call_sizes(self, num_samples: int, num_stages: int) -> MicroBatches:
+        """Return the micro-batches of one call of a network, which may see any number of samples.
+
+        Listed sizes hold for calls of as many samples; others get as many micro-batches.
+
+        Example:
+            >>> PipelineOptions(micro_batches=(3, 1)).call_sizes(8, num_stages=2).sizes
+            (4, 4)
+        """
+        wanted = self.micro_batches
+        if isinstance(wanted, tuple) and num_samples > sum(wanted):
+            wanted = len(wanted)
+        return replace(self, micro_batches=wanted).sizes(
+            num_samples, num_stages, may_be_smaller=True
+        )
 
     @staticmethod
     def _listed_sizes(

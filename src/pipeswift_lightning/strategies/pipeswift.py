@@ -1,8 +1,9 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,36 +19,38 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
+from pipeswift_lightning.strategies.choice import choose_networks
+from pipeswift_lightning.strategies.clipping import clip_globally
+from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
-    check_layers,
     check_module,
     check_optimizers,
     one_optimizer,
 )
+from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
+from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
-from pipeswift_lightning.strategies.handover import GradientHandover
+from pipeswift_lightning.strategies.handover import GradientHandover, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
-from pipeswift_lightning.strategies.network import find_network
-from pipeswift_lightning.strategies.optimizers import clip_by_global_norm
+from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
+from pipeswift_lightning.strategies.optimizers import unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
-from pipeswift_lightning.strategies.state_strategy import StateStrategy
-from pipeswift_lightning.strategies.step_times import StepTimes
+from pipeswift_lightning.strategies.step_clock import StepClock
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(StateStrategy):
+class PipeSwiftStrategy(ObservedStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
-    its own layers, the last one the user's loss. Gradients, metrics and checkpoints are those of
-    one device.
+    its own layers, the last one the user's loss. Or it runs whole on each device, and only the
+    networks' calls are cut. Gradients, metrics and checkpoints are those of one device.
 
     Args:
         stages: Number of pipeline stages. ``None`` makes every device a stage; fewer than devices
@@ -59,11 +62,20 @@ class PipeSwiftStrategy(StateStrategy):
             latency and variance, and keeps more micro-batches in memory).
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
+            Several names, or ``None`` where every rank runs whole steps: several networks.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
-        loss: ``"per_sample"`` if the loss is a mean over samples: each micro-batch's is weighted by
-            its samples, and backwards begin early. ``"whole_batch"`` if it is not (a mean over
-            tokens, a contrastive loss): it runs once on all outputs, with every micro-batch in
-            flight. ``"auto"`` compares the two in the first steps, and now and then.
+        loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
+            each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
+            not (a contrastive loss): it runs once on all outputs, with every micro-batch in
+            flight. ``"transparent"`` if the step calls a network several times or optimises by
+            hand: every rank runs the whole step. ``"auto"`` takes this where the module needs it;
+            else it compares the other two in the first steps, and now and then.
+        loss_weight: What a micro-batch's loss counts by, among those of its batch: its
+            ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
+            Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
+            ``micro_batch_weight(micro_batch)`` of the LightningModule overrides it.
+        weights: A safetensors file, or a folder as Hugging Face writes it, for a module that
+            ``configure_model()`` builds on the meta device: each rank reads its own stage's.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
         receive_window: How many receives are posted ahead on each edge; by default as many as
@@ -102,9 +114,11 @@ class PipeSwiftStrategy(StateStrategy):
         micro_batches: int | str | Sequence[int] | None = "auto",
         schedule: str = "1f1b",
         warm_up: Sequence[int] | float | None = None,
-        network: str | None = None,
+        network: str | Sequence[str] | None = None,
         partition: Sequence[int] | None = None,
         loss: str = "auto",
+        loss_weight: str = "auto",
+        weights: str | Path | None = None,
         dynamic_shapes: bool = False,
         receive_window: int | None = None,
         recompute: bool | int | Sequence[int] = False,
@@ -127,7 +141,9 @@ class PipeSwiftStrategy(StateStrategy):
                 partition=partition,
                 dynamic_shapes=dynamic_shapes,
                 loss=loss,
+                loss_weight=loss_weight,
                 receive_window=receive_window,
+                network=network,
                 recompute=recompute,
                 compile=compile,
             ),
@@ -140,11 +156,11 @@ class PipeSwiftStrategy(StateStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._network_name = network
+        self._weights = weights
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
         self._sync_gradients = True
-        self._step_times = StepTimes()
+        self._clock = StepClock()
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -158,8 +174,7 @@ class PipeSwiftStrategy(StateStrategy):
         check_callbacks(trainer.callbacks, self.mesh)  # type: ignore[attr-defined]
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
-            network = find_network(module, self._network_name)
-            check_layers(network, self.mesh)
+            choose_networks(module, self.options, self.mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -170,37 +185,43 @@ class PipeSwiftStrategy(StateStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_module(module, fitting=fitting)
         self.precision_plugin.convert_module(module)
-        network = find_network(module, self._network_name)
-        check_layers(network, self.mesh)
+        networks, why = choose_networks(module, self.options, self.mesh)
+        self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
             module,
-            network,
+            networks[0],
             self.groups,
             self.options,
             self.root_device,
             self._watch.progress,
-            self._keep_local,
+            self,
         )
         self._steps = StepRunner(self._session, self.options)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
+            check_optimizers(module, self.optimizers)
             self._names.remember(module, self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._clip_globally()
+            assert self._collectives is not None
+            clip_globally(self.precision_plugin, self._session, self._collectives)
             self._scale_globally()
+            if DeferredRequeue.needed(trainer):
+                trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
+        if why is not None:
+            self._session.make_transparent(networks, why)
         self._session.open()
+        self._clock.data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
 
     def _equalise(self, module: nn.Module) -> None:
         """Start all ranks from rank 0's values, whether or not the user seeded everything."""
         if self._collectives is None or self.mesh.world_size == 1:
             return
-        tensors = [t.data for t in (*module.parameters(), *module.buffers())]
+        tensors = [t.data for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
         self._collectives.guarded(
             "waiting for rank 0's initial parameters",
             lambda: broadcast_tensors(tensors, 0, None, self.root_device),
@@ -214,24 +235,6 @@ class PipeSwiftStrategy(StateStrategy):
         else:
             move_buffers(self.lightning_module, self.root_device)
 
-    def _clip_globally(self) -> None:
-        """Make norm clipping see all stages.
-
-        The plugin's instance is patched, not its class: the class's name is a checkpoint key.
-        """
-        plugin = self.precision_plugin
-
-        collectives, session = self._collectives, self.session
-        assert collectives is not None
-
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            clip_by_global_norm(
-                parameters, clip_val, session.counted_parameters(), collectives.sum_over_stages
-            )
-
-        plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
-
     def _scale_globally(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -244,11 +247,16 @@ class PipeSwiftStrategy(StateStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        self._handover.begin(module)
+        aside = self.session.transparent is None
+        if aside:
+            self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
-        self._handover.end(self.session.local_parameters())
-        self._step_times.add(self.session.recorder.events())
-        return _with_leaf_loss(output)
+        if aside:
+            self._handover.end(self.session.local_parameters())
+        self._after_step()
+        self._clock.computed(self.session)
+        # A step that every rank runs whole has a loss with a graph, for Lightning to walk.
+        return output if self.session.transparent is not None else with_leaf_loss(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -276,13 +284,38 @@ class PipeSwiftStrategy(StateStrategy):
         """Hand the step's gradients over, between the hooks that Lightning calls around it."""
         module = self.lightning_module
         assert module is not None
+        if self.session.transparent is not None:
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
         # The hooks alone: a scaling plugin must not touch a loss that is only looked at.
         Precision.pre_backward(self.precision_plugin, closure_loss, module)
         self._handover.hand_over(self.session.local_parameters())
+        self._reduce_gradients()
+        return Precision.post_backward(self.precision_plugin, closure_loss, module)
+
+    def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kw: Any) -> Tensor:
+        """Walk the graph of a step that every rank has run whole."""
+        try:
+            result = super().backward(loss, optimizer, *args, **kw)
+        except CommunicationError as error:
+            raise self._watch.root_cause(error, self.mesh) from None
+        self._reduce_gradients()
+        return result
+
+    def _reduce_gradients(self) -> None:
         if self._sync_gradients:
             assert self._collectives is not None
-            self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
-        return Precision.post_backward(self.precision_plugin, closure_loss, module)
+            with self._clock.reducing(self.session):
+                self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        if self.mesh.num_stages > 1:
+            closure = once(closure, unwrapped(optimizer))
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._clock.updated(self.session)
+        return result
 
     @override
     @contextmanager
@@ -294,19 +327,14 @@ class PipeSwiftStrategy(StateStrategy):
         finally:
             self._sync_gradients = True
 
-    # -- observing ----------------------------------------------------------------------------
+    @override
+    def step_state(self) -> dict[str, Any]:
+        return {} if self._steps is None else self._steps.state()
 
-    def measured_bubbles(self) -> list[float] | None:
-        """Return each stage's idle share of the last steps, by stage; collective."""
-        groups, collectives = self._groups, self._collectives
-        if groups is None or collectives is None:
-            return None
-        return collectives.guarded("gathering step times", lambda: self._step_times.bubbles(groups))
-
-    def timeline(self) -> Timeline:
-        """Return the measured timeline of the last step; collective over the pipeline."""
-        assert self._collectives is not None
-        return self._collectives.guarded("gathering the timeline", self.session.timeline)
+    @override
+    def load_step_state(self, state: Mapping[str, Any]) -> None:
+        if self._steps is not None and state:
+            self._steps.load_state(state)
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -324,8 +352,12 @@ class PipeSwiftStrategy(StateStrategy):
 
     @override
     def teardown(self) -> None:
-        session, self._session = self._session, None
+        self._clock.data_wait.remove()
         healthy = self._groups is not None and not self._watch.failed
+        if healthy:
+            self.finish_saves()
+        self._close_saver()
+        session, self._session = self._session, None
         whole = healthy or session is None or session.share is None
         if session is not None and healthy and self._collectives is not None:
             self._collectives.guarded(
@@ -334,7 +366,9 @@ class PipeSwiftStrategy(StateStrategy):
         elif session is not None:
             session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
-        if whole:  # a module with absent parameters cannot be moved
+        if whole and self._is_divided:
+            self._release_divided()
+        elif whole:  # a module with absent parameters cannot be moved
             super().teardown()
         self._watch.stop()
         if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():
@@ -348,12 +382,3 @@ class PipeSwiftStrategy(StateStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Pipeline parallelism (pipeswift-lightning)"
             )
-
-
-def _with_leaf_loss(output: Any) -> Any:
-    """Give Lightning a loss that it may call backward on; the gradients are already there."""
-    if isinstance(output, Tensor):
-        return output.detach().requires_grad_()
-    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
-        return {**output, "loss": output["loss"].detach().requires_grad_()}
-    return output

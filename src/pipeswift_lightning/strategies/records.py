@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric
 
-__all__ = ["LogRecord", "MergedLog", "merge_outputs", "merge_records", "recorded", "replay"]
+__all__ = ["LogRecord", "MergedLog", "logged_alike", "merge_outputs", "merge_records"]
+__all__ += ["recorded", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,11 @@ def _detached(value: Any) -> Tensor | None:
     return value.detach().clone() if isinstance(value, Tensor) else None
 
 
-def merge_records(records: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) -> list[MergedLog]:
+def merge_records(
+    records: Sequence[Sequence[LogRecord]],
+    sizes: Sequence[int],
+    weights_of: Callable[[str], Sequence[float] | None] = lambda _: None,
+) -> list[MergedLog]:
     """Merge the records of each micro-batch into those of the batch.
 
     Means are weighted by the micro-batch's samples (or by its ``batch_size`` argument), which is
@@ -83,24 +89,29 @@ def merge_records(records: Sequence[Sequence[LogRecord]], sizes: Sequence[int]) 
     Args:
         records: For each micro-batch, its records.
         sizes: Samples of each micro-batch.
+        weights_of: Gives other weights for a name's means, or ``None``.
     """
     grouped: dict[str, list[tuple[LogRecord, float]]] = {}
-    for mine, size in zip(records, sizes, strict=True):
+    samples: dict[str, float] = {}
+    for i, mine in enumerate(records):
         for record in mine:
+            name, weights = record.name, weights_of(record.name)
             given = record.options.get("batch_size")
-            grouped.setdefault(record.name, []).append(
-                (record, float(size if given is None else given))
-            )
-    return [_merge_one(name, entries, sum(sizes)) for name, entries in grouped.items()]
+            count = float(sizes[i] if given is None else given)
+            grouped.setdefault(name, []).append((record, count if weights is None else weights[i]))
+            samples[name] = samples.get(name, 0.0) + count
+    return [
+        _merge_one(name, entries, int(samples[name]), sum(sizes))
+        for name, entries in grouped.items()
+    ]
 
 
-def _merge_one(name: str, entries: list[tuple[LogRecord, float]], num_samples: int) -> MergedLog:
+def _merge_one(
+    name: str, entries: list[tuple[LogRecord, float]], given: int, num_samples: int
+) -> MergedLog:
     first = entries[0][0]
     options = dict(entries[-1][0].options)
-    if options.get("batch_size") is not None:
-        options["batch_size"] = int(sum(weight for _, weight in entries))
-    else:
-        options["batch_size"] = num_samples
+    options["batch_size"] = given if options.get("batch_size") is not None else num_samples
     values = [(r.value, weight) for r, weight in entries if r.value is not None]
     if not values:
         return MergedLog(name, None, first.metric, options)
@@ -120,6 +131,8 @@ def _reduced(values: Tensor, weights: Tensor, reduce_fx: str | Callable[..., Any
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     match kind.lower():
         case "mean" | "avg":
+            counted = weights != 0  # what counts for nothing may well be nan
+            values, weights = values[counted], weights[counted]
             shaped = weights.reshape(-1, *[1] * (values.dim() - 1))
             return (values * shaped).sum(0) / weights.sum()
         case "sum":
@@ -156,11 +169,31 @@ def replay(
         module.log(entry.name, value, **options)
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+@contextmanager
+def logged_alike(module: LightningModule, *, replicated: bool) -> Iterator[None]:
+    """Let ``self.log`` log for real, where every rank of a pipeline logs the same."""
+    log = module.log
+    if not replicated:  # as in `replay`
+        module.__dict__["log"] = partial(_log_synced, log)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("log", None)
+
+
+def _log_synced(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = dict(zip(_LOG_ARGUMENTS, args[2:], strict=False))
+    log(*args[:2], **{**given, **kwargs, "sync_dist": True})
+
+
+def merge_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None
+) -> Any:
     """Merge what the step returned for each micro-batch into one output for the batch.
 
-    Scalars are averaged with the micro-batches' samples as weights; tensors with as many rows as
-    their micro-batch has samples are concatenated; anything else keeps the last micro-batch's.
+    Scalars are averaged with the weights (the micro-batches' samples, unless they are given);
+    tensors with as many rows as their micro-batch has samples are concatenated; anything else
+    keeps the last micro-batch's.
 
     Example:
         >>> merge_outputs([{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}], [2, 1])
@@ -172,20 +205,23 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     flat = [tree_flatten(output) for output in outputs]
     if any(spec != flat[0][1] for _, spec in flat):
         return outputs[-1]
+    chosen = sizes if weights is None else weights
     leaves = [
-        _merge_leaf(list(column), sizes) for column in zip(*(f[0] for f in flat), strict=True)
+        _merge_leaf(list(column), sizes, chosen)
+        for column in zip(*(f[0] for f in flat), strict=True)
     ]
     return tree_unflatten(leaves, flat[0][1])
 
 
-def _merge_leaf(leaves: list[Any], sizes: Sequence[int]) -> Any:
+def _merge_leaf(leaves: list[Any], sizes: Sequence[int], chosen: Sequence[float]) -> Any:
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return leaves[-1]
     if all(leaf.dim() == 0 for leaf in leaves):
         if not leaves[0].is_floating_point():
             return leaves[-1]
-        weights = torch.tensor(sizes, dtype=torch.float64, device=leaves[0].device) / sum(sizes)
-        return (torch.stack([x.double() for x in leaves]) * weights).sum().to(leaves[0].dtype)
+        weights = torch.tensor(chosen, dtype=torch.float64, device=leaves[0].device)
+        values = torch.stack([x.double() for x in leaves])
+        return _reduced(values, weights, "mean").to(leaves[0].dtype)
     by_sample = all(x.dim() and x.shape[0] == n for x, n in zip(leaves, sizes, strict=True))
     if by_sample and len({leaf.shape[1:] for leaf in leaves}) == 1:
         return torch.cat(leaves)

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.batching import batch_signature, fresh_containers
@@ -15,6 +16,7 @@ from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.loss_weights import Weighting
 from pipeswift_lightning.strategies.records import (
     LogRecord,
     MergedLog,
@@ -41,6 +43,8 @@ class StepCall:
         context: The precision plugin's context for the hook.
         scale: Multiplies the loss before its backward (fp16's gradient scaler).
         trainable: Tells apart which parameters are frozen: it decides what needs a gradient.
+        weighting: What each micro-batch counts for the loss and the logged values.
+        probing: Whether the step only looks, and is not differentiated.
     """
 
     hook: str
@@ -53,6 +57,8 @@ class StepCall:
     context: Callable[[], AbstractContextManager[Any]]
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
     trainable: int = 0
+    weighting: Weighting = field(default_factory=Weighting)
+    probing: bool = False
 
     def bound(self, module: LightningModule, batch: Any) -> Callable[[], Any]:
         """Return the step on ``batch`` (the whole one, or a micro-batch), ready to run once."""
@@ -60,12 +66,19 @@ class StepCall:
 
     def in_one(self) -> "StepCall":
         """Return the same call with the whole batch as its only micro-batch."""
-        return replace(self, micro_batches=[self.batch], sizes=(sum(self.sizes),))
+        return replace(
+            self, micro_batches=[self.batch], sizes=(sum(self.sizes),), weighting=Weighting()
+        )
 
     @property
     def training(self) -> bool:
         """Whether the step is differentiated."""
-        return self.hook == "training_step"
+        return self.hook == "training_step" and not self.probing
+
+    @property
+    def loss_weights(self) -> tuple[float, ...]:
+        """The share of each micro-batch in the loss."""
+        return self.weighting.loss or tuple(size / sum(self.sizes) for size in self.sizes)
 
 
 @dataclass(slots=True)
@@ -108,10 +121,9 @@ class StepProgram(StageProgram):
         return self._loss(result.output, micro_batch) if call.training else None
 
     def _loss(self, output: Any, micro_batch: int) -> Tensor | None:
-        loss = loss_of(output)
-        if loss is None:
+        loss, weight = loss_of(output), self.call.loss_weights[micro_batch]
+        if loss is None or weight == 0:  # a mean over no tokens is nan, and nan * 0 too
             return None
-        weight = self.call.sizes[micro_batch] / sum(self.call.sizes)
         return self.call.scale(loss * (weight / self.call.loss_divisor))
 
     @override
@@ -122,7 +134,8 @@ class StepProgram(StageProgram):
         """Return the step's output and logs for the whole batch (last stage)."""
         ids = range(len(self.call.sizes))
         outputs = [self.outputs[i] for i in ids]
-        logs = merge_records([self.records[i] for i in ids], self.call.sizes)
+        weighting, sizes = self.call.weighting, self.call.sizes
+        logs = merge_records([self.records[i] for i in ids], sizes, weighting.of_log)
         skipped = [output is None for output in outputs]
         if any(skipped) and not all(skipped) and self.call.training:
             msg = (
@@ -132,7 +145,7 @@ class StepProgram(StageProgram):
                 "(0 * output.sum())"
             )
             raise RuntimeError(msg)
-        return (None if any(skipped) else merge_outputs(outputs, self.call.sizes)), logs
+        return (None if any(skipped) else merge_outputs(outputs, sizes, weighting.loss)), logs
 
     @override
     def signature(self, micro_batch: int) -> Hashable:
@@ -173,10 +186,4 @@ def loss_of(output: Any) -> Tensor | None:
 
 def without_graph(output: Any) -> Any:
     """Return ``output`` with its tensors detached."""
-    if isinstance(output, Tensor):
-        return output.detach()
-    if isinstance(output, dict):
-        return {k: without_graph(v) for k, v in output.items()}
-    if isinstance(output, list | tuple) and not hasattr(output, "_fields"):
-        return type(output)(without_graph(v) for v in output)
-    return output
+    return tree_map_only(Tensor, lambda tensor: tensor.detach(), output)

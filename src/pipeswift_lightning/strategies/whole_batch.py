@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from pipeswift_lightning.plan.microbatches import split_batch_size
@@ -22,11 +22,12 @@ from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.batching import batch_signature, num_samples, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
-from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded
 from pipeswift_lightning.strategies.step import StepCall, loss_of, without_graph
+from pipeswift_lightning.strategies.unjoined import Unjoined, aligned, constant
 
 __all__ = ["WholeBatchProgram", "join_outputs"]
 
@@ -64,32 +65,35 @@ class _Joined:
         return tensors, gradients
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> _Joined:
+def join_outputs(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    network: str,
+    shares: Sequence[float] | None = None,
+) -> _Joined:
     """Join what the network returned for each micro-batch, in the batch's order.
 
-    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged
-    with the micro-batches' samples as weights.
-
-    Raises:
-        CutError: An output tensor has no row a sample.
+    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged by
+    the micro-batches' shares of the batch: those of their samples, unless they are given. What
+    cannot be joined is an error where the step uses it.
 
     Example:
         >>> join_outputs([torch.zeros(2, 1), torch.ones(1, 1)], [2, 1], "net").value.tolist()
         [[0.0], [0.0], [1.0]]
     """
-    flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
-    if any(spec != flat[0][1] for _, spec in flat):
-        msg = f"{network} returned structures that differ from micro-batch to micro-batch"
-        raise CutError(msg)
-    weights = [size / sum(sizes) for size in sizes]
+    flat = [tree_flatten(output) for output in aligned(outputs, network)]
+    weights = [*shares] if shares is not None else [size / sum(sizes) for size in sizes]
     parts: list[list[Tensor]] = [[] for _ in outputs]
     arrivals: list[Arrival | None] = []
     joined: list[Any] = []
     for column in zip(*(f[0] for f in flat), strict=True):
         if not isinstance(column[0], Tensor):
-            joined.append(_constant(column, network))
+            joined.append(constant(column, network))
             continue
         tensor = _join_tensors(column, sizes, weights, network)
+        if isinstance(tensor, Unjoined):
+            joined.append(tensor)
+            continue
         wanted = torch.is_grad_enabled() and any(part.requires_grad for part in column)
         arrival = Arrival(tensor) if wanted else None
         for mine, part in zip(parts, column, strict=True):
@@ -99,38 +103,27 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> 
     return _Joined(tree_unflatten(joined, flat[0][1]), arrivals, parts, weights)
 
 
-def _constant(column: Sequence[Any], network: str) -> Any:
-    if any(value != column[0] for value in column):
-        msg = (
-            f"{network} returned {list(column)[:4]} for different micro-batches: numbers that "
-            "depend on the micro-batch cannot be joined. Remedy: return them as tensors with a "
-            'row a sample, or PipeSwiftStrategy(loss="per_sample")'
-        )
-        raise CutError(msg)
-    return column[0]
-
-
 def _join_tensors(
     column: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], network: str
-) -> Tensor:
+) -> Tensor | Unjoined:
     detached = [part.detach() for part in column]
     if all(part.dim() == 0 for part in detached):
         if not detached[0].is_floating_point():
             return detached[-1]
         return sum(
-            (part * weight for part, weight in zip(detached, weights, strict=True)),
+            (part * weight for part, weight in zip(detached, weights, strict=True) if weight),
             start=torch.zeros_like(detached[0]),
         )
     by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
-    if not by_row or len({part.shape[1:] for part in detached}) > 1:
+    if not by_row or len({p.shape[1:] for p in detached}) > 1 or any(p.is_meta for p in detached):
         shapes = [list(part.shape) for part in detached]
-        msg = (
-            f"{network} returned tensors of shapes {shapes} for micro-batches of {list(sizes)} "
-            "samples. Rule: to see the whole batch, the loss needs outputs with a row a sample. "
-            'Remedy: PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
-        )
-        raise CutError(msg)
+        what = f"tensors of shapes {shapes} for micro-batches of {list(sizes)} samples"
+        return Unjoined(what, network)
     return torch.cat(detached)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 @dataclass(slots=True)
@@ -162,17 +155,39 @@ class WholeBatchProgram(StageProgram):
 
     def prepare(self) -> None:
         """Run the step up to the network's call, and split the call's arguments."""
-        step = self.call.bound(self.module, self.call.batch)
-        with recorded(self.module), self.call.context():
-            reseeder(self.cut.device, *self.call.seed, _WHOLE)(0, False)  # noqa: FBT003 -- a gap
-            args, kwargs = self.cut.call.capture(
-                step, step_name=self.call.hook, absent_parameters=self.first > 0
-            )
+        args, kwargs = self._captured(self.call.batch)
         arguments = self._detached((args, kwargs))
         rows = num_samples(arguments)
         if rows != sum(self.call.sizes):  # two batches joined, or each sample seen twice
             self.sizes = split_batch_size(rows, len(self.call.sizes))
         self._calls = list(split_batch(arguments, self.sizes))
+        if any(leaf.shape[0] > rows for leaf in tree_flatten(arguments)[0] if _has_rows(leaf)):
+            self._split_packed(arguments)
+
+    def _captured(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        step = self.call.bound(self.module, batch)
+        with recorded(self.module), self.call.context():
+            reseeder(self.cut.device, *self.call.seed, _WHOLE)(0, False)  # noqa: FBT003 -- a gap
+            return self.cut.call.capture(
+                step, step_name=self.call.hook, absent_parameters=self.first > 0
+            )
+
+    def _split_packed(self, arguments: Any) -> None:
+        """Split arguments whose rows are no samples, such as the patches of all images.
+
+        How many rows a micro-batch has of them is seen in the call that its own step makes.
+        """
+        own = [tree_flatten(self._captured(batch))[0] for batch in self.call.micro_batches]
+        calls = [tree_flatten(call) for call in self._calls]
+        for i, leaf in enumerate(tree_flatten(arguments)[0]):
+            if not _has_rows(leaf) or any(len(mine) <= i or not _has_rows(mine[i]) for mine in own):
+                continue
+            rows = [mine[i].shape[0] for mine in own]
+            if sum(rows) == leaf.shape[0]:
+                parts = torch.unsafe_split_with_sizes(leaf, rows)
+                for (leaves, _), part in zip(calls, parts, strict=True):
+                    leaves[i] = part
+        self._calls = [tree_unflatten(leaves, spec) for leaves, spec in calls]
 
     def _detached(self, arguments: Any) -> Any:
         """Cut the graph at the network's arguments: it is walked once, after all micro-batches."""
@@ -220,7 +235,10 @@ class WholeBatchProgram(StageProgram):
         """Run the user's step on the joined output, and differentiate its loss."""
         ids = range(len(self.call.sizes))
         self._joined = join_outputs(
-            [self._outputs[i] for i in ids], self.sizes, self.cut.network_name
+            [self._outputs[i] for i in ids],
+            self.sizes,
+            self.cut.network_name,
+            self.call.weighting.loss,
         )
         output, self.records = self._inject(self.call.batch, self._joined.value, _WHOLE)
         self.output = without_graph(output)
@@ -238,6 +256,10 @@ class WholeBatchProgram(StageProgram):
             used = [(leaf, gradient) for leaf, gradient in given if gradient is not None]
             if used:
                 torch.autograd.backward([leaf for leaf, _ in used], [grad for _, grad in used])
+
+    def whole(self) -> StepResult:
+        """Return what the step gave for the batch (last stage)."""
+        return StepResult([self.output], [self.records], [sum(self.call.sizes)])
 
     def result(self) -> tuple[Any, list[MergedLog]]:
         """Return the step's output and logs (last stage)."""

@@ -1,0 +1,112 @@
+"""How long training stands still for a checkpoint in shards, written at once or in a thread.
+
+    python -m benchmarks.checkpoints --rounds 7
+
+One fit over a pipeline. Its steps come in windows, each of one kind, in turn: without a save, with
+one at once, and with one in a thread, after the window's first step. "call" is how long the save's
+call takes; "window" is how much longer than the median window without a save: it includes waiting
+for the copy, and what the writing thread takes from the training. Times are rank 0's; medians with
+quartiles.
+
+Deaths during saves: PIPESWIFT_KILLS=200 pytest tests/runtime/test_checkpoint_directory.py -k kills
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from tests.helpers.distributed import run_ranks
+from tests.helpers.parity import make_trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipeswift_lightning import PipeSwiftStrategy
+
+KINDS = ("none", "at once", "in a thread")
+LAYERS, SAMPLES = 8, 64
+LIMIT_S = 500.0
+
+
+class Wide(LightningModule):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Windows(Callback):
+    """Saves after the first step of each window, and times both."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self.steps = steps
+        self.calls: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self.windows: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self.start_s = 0.0
+
+    def on_train_batch_end(self, trainer, _module, _outputs, _batch, batch_idx) -> None:
+        window, step = divmod(batch_idx, self.steps)
+        kind = KINDS[window % len(KINDS)]
+        if step == 0:
+            self.start_s = time.perf_counter()
+            if kind != "none":
+                trainer.strategy.save_sharded(
+                    self.folder, fresh=False, asynchronous=kind == "in a thread", keep=1
+                )
+            self.calls[kind].append(time.perf_counter() - self.start_s)
+        if step == self.steps - 1:
+            trainer.strategy.finish_saves()  # else its end falls into the next window
+            self.windows[kind].append(time.perf_counter() - self.start_s)
+
+
+def measure(folder: Path, width: int, rounds: int, steps: int) -> None:
+    windows = Windows(folder / "saves", steps)
+    num = (rounds + 1) * len(KINDS) * steps * SAMPLES
+    data = DataLoader(TensorDataset(torch.zeros(num, 1).expand(num, width)), SAMPLES)
+    strategy = PipeSwiftStrategy(micro_batches=4, loss="per_sample")
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[windows], precision="32-true")
+    trainer.fit(Wide(width), data)
+    if trainer.global_rank:
+        return
+    size = sum(p.stat().st_size for p in (folder / "saves").glob("*/*.distcp"))
+    plain = statistics.median(windows.windows["none"][1:])
+    print(f"{size / 1e6:.0f} MB a checkpoint; a step takes {plain / (steps - 1):.3f} s")
+    print(f"{'save':>12}{'call, ms':>24}{'window, ms':>24}")
+    for kind in KINDS[1:]:
+        extra = [took - plain for took in windows.windows[kind][1:]]
+        print(f"{kind:>12}{_row(windows.calls[kind][1:])}{_row(extra)}", flush=True)
+
+
+def _row(seconds: list[float]) -> str:
+    low, middle, high = (1e3 * s for s in statistics.quantiles(seconds, n=4, method="inclusive"))
+    return f"{f'{middle:.0f} [{low:.0f}, {high:.0f}]':>24}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=8, help="of a window")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        kwargs = {
+            "folder": Path(folder),
+            "width": options.width,
+            "rounds": options.rounds,
+            "steps": options.steps,
+        }
+        run_ranks(measure, options.ranks, kwargs, deadline_s=LIMIT_S)
+
+
+if __name__ == "__main__":
+    main()

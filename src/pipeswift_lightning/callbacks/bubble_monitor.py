@@ -1,0 +1,125 @@
+"""Watches how long each stage stands idle, and says why."""
+
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from pipeswift_lightning.callbacks.bubble_report import BubbleReport
+from pipeswift_lightning.callbacks.pipeline import (
+    CallbackError,
+    ObservablePipeline,
+    check_count,
+    log_scalars,
+    pipeline_of,
+)
+from pipeswift_lightning.callbacks.step_parts import StepParts
+from pipeswift_lightning.callbacks.step_sums import StepSums
+from pipeswift_lightning.plan.instructions import Schedule
+
+__all__ = ["BubbleMonitor"]
+
+
+class BubbleMonitor(Callback):
+    """Log the measured bubble of each stage beside the predicted one, every n steps.
+
+    Each step, a rank adds its own times up. Every ``every_n_steps`` the stages' sums are gathered,
+    and all loggers are given means over these steps:
+
+    * ``bubble/stage_0`` and so on, and ``bubble/measured``, their mean: the share of the time from
+      the pipeline's first computation of a step to its last in which a stage does not compute;
+    * ``bubble/predicted_stage_0`` and so on, and ``bubble/predicted``: the same schedule simulated
+      with the measured times of computation and instant messages. What the measured bubble has
+      more is communication and the fixed cost of each micro-batch;
+    * ``bubble/share_compute``, ``_communication_wait``, ``_data_wait``, ``_gradient_reduce``,
+      ``_optimizer`` and ``_other`` (mean of the stages, and each): parts of the whole step, with
+      sum 1. To wait for a neighbour that still computes is a communication wait too;
+    * ``bubble/step_s``: the step in seconds.
+
+    Steps of another schedule than most, such as a short last batch, are left out of the means.
+    With replicas, the numbers are those of the first. On a GPU they are the host's times.
+
+    Args:
+        every_n_steps: Batches between two reports; the end of training makes one too.
+        warn_above: Warn if a stage's bubble is above this share: once for each cause and stage
+            that is waited for. 1 never warns.
+        prefix: Of the names that are logged.
+
+    Attributes:
+        reports: The reports so far, on every rank of the pipeline.
+
+    Raises:
+        CallbackError: An argument is out of its range.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 50, warn_above: float = 0.5, prefix: str = "bubble"
+    ) -> None:
+        self.every_n_steps = check_count("BubbleMonitor", "every_n_steps", every_n_steps)
+        if not 0 < warn_above <= 1:
+            message = (
+                f"BubbleMonitor(warn_above={warn_above!r}). Rule: a share of the time, above 0 and "
+                "at most 1. Remedy: warn_above=0.5 warns of stages idle half of the time"
+            )
+            raise CallbackError(message)
+        self.warn_above = warn_above
+        self.prefix = prefix
+        self.reports: list[BubbleReport] = []
+        self._pipeline: ObservablePipeline | None = None
+        self._warned: set[tuple[str, int]] = set()
+        self._step_start_s = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._num_steps = 0
+        # By schedule, whose identity is the key: the planner keeps one object of each.
+        self._sums: dict[int, tuple[Schedule, StepSums]] = {}
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._pipeline = pipeline_of(trainer, "BubbleMonitor")
+            self.reports = []
+            self._warned = set()
+            self._clear()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_start_s = perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pipeline = self._pipeline
+        if pipeline is None or (plan := pipeline.plan) is None:
+            return
+        parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
+        schedule = plan.schedule
+        self._sums.setdefault(id(schedule), (schedule, StepSums()))[1].add(parts)
+        self._num_steps += 1
+        if self._num_steps >= self.every_n_steps:
+            self._report(trainer, pipeline)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._pipeline is not None and self._num_steps:
+            self._report(trainer, self._pipeline)
+
+    def _report(self, trainer: Trainer, pipeline: ObservablePipeline) -> None:
+        # All ranks of a pipeline follow one plan, so they choose alike.
+        schedule, sums = max(self._sums.values(), key=lambda pair: pair[1].num_steps)
+        stages = pipeline.gather_over_stages("gathering the stages' bubbles", sums)
+        self._clear()
+        report = BubbleReport.of(schedule, stages)
+        self.reports.append(report)
+        log_scalars(trainer, report.scalars(self.prefix))
+        for idle in report.idle_stages(self.warn_above):
+            key = idle.cause.value, idle.waits_for
+            if key not in self._warned:
+                self._warned.add(key)
+                rank_zero_warn(f"BubbleMonitor: {report.explain(idle, schedule.num_micro_batches)}")

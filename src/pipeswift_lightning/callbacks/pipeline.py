@@ -1,0 +1,76 @@
+"""What the monitors ask of a strategy, and how they log."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info
+
+from pipeswift_lightning.plan.planner import Plan
+from pipeswift_lightning.plan.timeline import Event, Timeline
+
+__all__ = ["CallbackError", "ObservablePipeline", "check_count", "log_scalars", "pipeline_of"]
+
+
+class CallbackError(ValueError):
+    """An argument of a callback that is out of its range."""
+
+
+class ObservablePipeline(Protocol):
+    """A strategy that lets its steps be looked at; `PipeSwiftStrategy` is one."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the last training step."""
+        ...
+
+    def step_events(self) -> tuple[Event, ...]:
+        """Return this rank's events of the last step; their rank is the stage."""
+        ...
+
+    def timeline(self) -> Timeline:
+        """Return all stages' events of the last step; collective."""
+        ...
+
+    def gather_over_stages(self, what: str, value: Any) -> list[Any]:
+        """Return every stage's ``value``; collective."""
+        ...
+
+
+def pipeline_of(trainer: Trainer, observer: str) -> ObservablePipeline | None:
+    """Return the trainer's strategy if it is a pipeline, else say that ``observer`` rests.
+
+    So one configuration of callbacks serves the pipeline and plain Lightning beside it.
+    """
+    strategy = trainer.strategy
+    if callable(getattr(strategy, "step_events", None)):
+        return cast("ObservablePipeline", strategy)
+    rank_zero_info(f"{observer}: {type(strategy).__name__} is no pipeline, so nothing is observed")
+    return None
+
+
+def log_scalars(trainer: Trainer, values: Mapping[str, float]) -> None:
+    """Give ``values`` to all loggers, in the row of the step that has just ended.
+
+    Not by ``self.log``: that drops what does not fall on a multiple of ``log_every_n_steps``.
+    """
+    if not trainer.is_global_zero:
+        return
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(values), step=step)
+
+
+def check_count(callback: str, name: str, value: int) -> int:
+    """Return ``value``, a number of steps.
+
+    Raises:
+        CallbackError: It is no integer above 0.
+    """
+    if type(value) is not int or value < 1:
+        message = (
+            f"{callback}({name}={value!r}). Rule: a whole number of steps, 1 or more. "
+            f"Remedy: {name}=50, say"
+        )
+        raise CallbackError(message)
+    return value

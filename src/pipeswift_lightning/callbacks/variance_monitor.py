@@ -1,0 +1,160 @@
+"""Watches how long steps take and how much that varies, and says what is behind it."""
+
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from pipeswift_lightning.callbacks.garbage import GarbageClock, overlap_s
+from pipeswift_lightning.callbacks.pipeline import (
+    CallbackError,
+    ObservablePipeline,
+    check_count,
+    log_scalars,
+    pipeline_of,
+)
+from pipeswift_lightning.callbacks.step_parts import StepParts
+from pipeswift_lightning.callbacks.variance_report import StageWindow, VarianceReport
+from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.plan.timeline import Event, EventKind
+
+__all__ = ["VarianceMonitor"]
+
+_SAMPLES = 16  # Steps of a window whose events are kept, to see how long messages take.
+_MAX_PLANS = 8
+
+
+class VarianceMonitor(Callback):
+    """Log mean and variance of the step over a window, by stage, and name the causes.
+
+    At the end of a window, all loggers are given, in seconds: ``variance/step_mean_s``,
+    ``_variance_s2`` and ``_variation`` (standard deviation over mean), the same of each stage's
+    computation (``variance/stage_0_mean_s``), the median transit of messages on each link
+    (``variance/link_0_to_1_s``), and by how much the mean step is longer for
+
+    * ``slow_stage``: one that computes longer than the others' median in its fast steps too. The
+      cost is what the simulated step would gain if it were as fast as they;
+    * ``slow_link``: one whose messages arrive later than the other links'; likewise;
+    * ``data_loading``: the wait for the next batch;
+    * ``garbage_collection``: Python's; it is taken out of the computation that it interrupted;
+    * ``jitter``: a stage whose steps are now fast, now slow, more than the others' are.
+
+    Each cause that costs at least ``warn_above`` of a step is told once, with a remedy. Windows are
+    kept by schedule, so that a short last batch spoils none; when the plan changes, the next full
+    window is compared with the last one of the plan before.
+
+    Args:
+        window: Number of steps.
+        warn_above: Share of a step that a cause must cost to be reported.
+        prefix: Of the names that are logged.
+
+    Attributes:
+        reports: The reports so far, on every rank of the pipeline.
+
+    Raises:
+        CallbackError: An argument is out of its range.
+    """
+
+    def __init__(
+        self, window: int = 100, warn_above: float = 0.05, prefix: str = "variance"
+    ) -> None:
+        self.window = check_count("VarianceMonitor", "window", window)
+        if not 0 < warn_above < 1:
+            message = (
+                f"VarianceMonitor(warn_above={warn_above!r}). Rule: a share of a step, above 0 and "
+                "below 1. Remedy: warn_above=0.05 tells of what costs a twentieth"
+            )
+            raise CallbackError(message)
+        self.warn_above = warn_above
+        self.prefix = prefix
+        self.reports: list[VarianceReport] = []
+        self._pipeline: ObservablePipeline | None = None
+        self._garbage = GarbageClock()
+        self._step_start_s = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.reports = []
+        # By schedule, whose identity is the key: the planner keeps one object of each.
+        self._windows: dict[int, tuple[Schedule, StageWindow]] = {}
+        self._last: Schedule | None = None
+        self._told: set[tuple[str, int, int | None]] = set()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._pipeline = pipeline_of(trainer, "VarianceMonitor")
+            self._clear()
+            if self._pipeline is not None:
+                self._garbage.start()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._garbage.stop()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_start_s = perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pipeline = self._pipeline
+        if pipeline is None or (plan := pipeline.plan) is None:
+            return
+        schedule = plan.schedule
+        if id(schedule) not in self._windows and len(self._windows) >= _MAX_PLANS:
+            self._windows.pop(next(iter(self._windows)))
+        _, window = self._windows.setdefault(id(schedule), (schedule, StageWindow()))
+        self._add(window, pipeline.step_events(), perf_counter())
+        if len(window.steps_s) >= self.window:
+            self._report(trainer, pipeline, schedule)
+
+    def _add(self, window: StageWindow, events: tuple[Event, ...], end_s: float) -> None:
+        parts = StepParts.of(events, self._step_start_s, end_s)
+        garbage = self._garbage.take()
+        compute_s, data_wait_s = parts.compute_s, parts.data_wait_s
+        if garbage:
+            for event in events:
+                lost_s = overlap_s(garbage, event.start_s, event.end_s)
+                if lost_s and event.is_compute:
+                    compute_s -= lost_s
+                    parts.computed_s[event.kind, event.micro_batch or 0] -= lost_s
+                elif lost_s and event.kind is EventKind.DATA_WAIT:
+                    data_wait_s -= lost_s
+        place = len(window.steps_s)
+        window.steps_s.append(parts.step_s)
+        window.compute_s.append(compute_s)
+        window.data_wait_s.append(data_wait_s)
+        # What fell between two steps makes none of them longer.
+        window.garbage_s.append(overlap_s(garbage, end_s - parts.step_s, end_s))
+        window.sums.add(parts)
+        if place % max(1, self.window // _SAMPLES) == 0:
+            window.samples[place] = events
+
+    def _report(self, trainer: Trainer, pipeline: ObservablePipeline, schedule: Schedule) -> None:
+        # All ranks of a pipeline follow one plan, so their windows end together.
+        _, window = self._windows.pop(id(schedule))
+        windows = pipeline.gather_over_stages("gathering the stages' step times", window)
+        changed = self._last is not None and self._last is not schedule
+        report = VarianceReport.of(
+            schedule,
+            windows,
+            least_share=self.warn_above,
+            before=self.reports[-1] if changed else None,
+        )
+        self._last = schedule
+        self.reports.append(report)
+        log_scalars(trainer, report.scalars(self.prefix))
+        if (change := report.explain_change()) is not None:
+            rank_zero_info(f"VarianceMonitor: {change}")
+        for cause in report.causes:
+            key = cause.kind.value, cause.stage, cause.target
+            if key not in self._told:
+                self._told.add(key)
+                rank_zero_warn(f"VarianceMonitor: {cause.explain(report.step.mean_s)}")

@@ -1,0 +1,302 @@
+"""Named tensors to and from a checkpoint's folder, each rank its own, by `torch.distributed`'s DCP.
+
+DCP describes its files by a pickle, and stores what is no tensor as pickles too. Here only tensors
+go through DCP, and its description is read by an unpickler that knows DCP's own classes and no
+others: reading a checkpoint executes nothing.
+"""
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from pipeswift_lightning.runtime.checkpoint_directory import (
+    METADATA_FILE,
+    CheckpointError,
+    Commit,
+    write_durably,
+)
+
+__all__ = [
+    "NameCheck",
+    "ShardWriter",
+    "begin_save",
+    "checked",
+    "load_small",
+    "read_table",
+    "read_tensors",
+    "save_small",
+    "save_tensors",
+]
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _DescriptionUnpickler(pickle.Unpickler):
+    """Reads DCP's description of its files; refuses every other class."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        msg = (
+            f"{METADATA_FILE} names {module}.{name}. Rule: reading a checkpoint executes nothing, "
+            "so only the classes that describe tensors are known. Remedy: do not use this file; "
+            "it was not written by a save"
+        )
+        raise CheckpointError(msg)
+
+
+class _Reader(FileSystemReader):
+    """Reads with the safe unpickler."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / METADATA_FILE).open("rb") as file:
+            metadata: Metadata = _DescriptionUnpickler(file).load()
+        return metadata
+
+
+def read_table(path: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the dtype and shape of each tensor in a checkpoint, by name.
+
+    Raises:
+        CheckpointError: Something in it is no tensor.
+    """
+    table = {}
+    for name, stored in _Reader(path).read_metadata().state_dict_metadata.items():
+        if not isinstance(stored, TensorStorageMetadata):
+            msg = f"{name} in {path} is no tensor. Rule: only tensors are read. Remedy: save anew"
+            raise CheckpointError(msg)
+        table[name] = (stored.properties.dtype, stored.size)
+    return table
+
+
+def read_tensors(path: Path, targets: Mapping[str, Tensor]) -> None:
+    """Fill ``targets`` in place, by name; each rank reads what it needs, alone.
+
+    Args:
+        path: A whole checkpoint.
+        targets: Tensors of the stored shapes, on any device.
+    """
+    if not targets:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(
+            {name: target.detach() for name, target in targets.items()},
+            storage_reader=_Reader(path),
+            planner=planner,
+            no_dist=True,
+        )
+
+
+def save_small(value: Any) -> bytes:
+    """Serialise plain values and tensors so that `load_small` reads them.
+
+    Raises:
+        pickle.UnpicklingError: ``value`` holds something that could only be read by executing it.
+    """
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    torch.load(buffer, weights_only=True, map_location="cpu")
+    return buffer.getvalue()
+
+
+def load_small(path: Path) -> Any:
+    """Read what `save_small` has made; nothing is executed."""
+    return torch.load(path, weights_only=True, map_location="cpu")
+
+
+class NameCheck(DefaultSavePlanner):
+    """Plans who writes what, and refuses a plan that lacks a part of the model.
+
+    Args:
+        required: Names that must be there, on all ranks together.
+    """
+
+    def __init__(self, required: Iterable[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._required = frozenset(required)
+
+    @override
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        self.check(metadata)
+        return plans, metadata
+
+    def check(self, metadata: Metadata) -> None:
+        """Compare the names in a description with the model's.
+
+        Raises:
+            CheckpointError: Some are missing.
+        """
+        missing = sorted(self._required - metadata.state_dict_metadata.keys())
+        if missing:
+            msg = (
+                f"the ranks together hold no {', '.join(missing[:5])}"
+                f"{f' and {len(missing) - 5} more' if missing[5:] else ''}. Rule: a checkpoint "
+                "holds every name of the model. Remedy: report this; the checkpoint was not made"
+            )
+            raise CheckpointError(msg)
+
+
+class ShardWriter(FileSystemWriter):
+    """Writes a rank's tensors and small files, and on rank 0 makes the checkpoint whole at the end.
+
+    DCP calls `finish` on one rank once all ranks have written, and tells all of them if it fails.
+
+    Args:
+        commit: Where the checkpoint is made.
+        files: This rank's small files, by name.
+        topology: What `Commit.complete` writes; used on rank 0.
+        names: Checks what was written.
+    """
+
+    def __init__(
+        self,
+        commit: Commit,
+        files: Mapping[str, bytes],
+        topology: Mapping[str, Any],
+        names: NameCheck,
+    ) -> None:
+        super().__init__(commit.unfinished)
+        self._commit = commit
+        self._files = files
+        self._topology = topology
+        self._names = names
+
+    @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the folder is made once, by rank 0, in `prepare_global_plan`
+
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._commit.prepare()
+        return super().prepare_global_plan(plans)
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        for name, content in self._files.items():
+            write_durably(self._commit.unfinished / name, content)
+        return super().write_data(plan, planner)
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self._names.check(metadata)
+        self._check_files(metadata)
+        self._commit.complete(dict(self._topology))
+
+    def _check_files(self, metadata: Metadata) -> None:
+        """See what all ranks have written."""
+        here = {p.name for p in self._commit.unfinished.iterdir()}
+        lost = {info.relative_path for info in metadata.storage_data.values()} - here
+        lost |= set(self._topology.get("small_files", ())) - here
+        if lost:
+            msg = (
+                f"rank 0 does not see {', '.join(sorted(lost))} in {self._commit.unfinished}. "
+                "Rule: all ranks write to one folder. Remedy: a dirpath on a shared file system"
+            )
+            raise CheckpointError(msg)
+
+
+def save_tensors(
+    tensors: Mapping[str, Tensor],
+    writer: ShardWriter,
+    names: NameCheck,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write a checkpoint; collective over ``group``, which must be gloo's.
+
+    Raises:
+        CheckpointError: On every rank, if any of them failed.
+    """
+    with checked():
+        save(dict(tensors), storage_writer=writer, planner=names, process_group=group)
+
+
+def begin_save(
+    tensors: Mapping[str, Tensor],
+    writer: ShardWriter,
+    names: NameCheck,
+    group: dist.ProcessGroup,
+    stager: AsyncStager,
+) -> AsyncSaveResponse:
+    """Begin to write a checkpoint in a thread; collective over ``group``, which is gloo's.
+
+    Nothing else may use the group: if training did, the collectives of both would mix, and hang.
+
+    Returns:
+        Its ``staging_completion`` must be waited for before a tensor changes; its
+        ``upload_completion`` has the result.
+    """
+    response = async_save(
+        dict(tensors),
+        storage_writer=writer,
+        planner=names,
+        process_group=group,
+        async_stager=stager,
+    )
+    if not isinstance(response, AsyncSaveResponse):
+        msg = "the stager does not stage in a thread: StagingOptions(use_async_staging=True)"
+        raise TypeError(msg)
+    return response
+
+
+class checked:  # noqa: N801 -- reads as a context
+    """Turn DCP's exception, which is no ``Exception``, into a `CheckpointError`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CheckpointException):
+            raise _as_checkpoint_error(error) from None
+
+
+def _as_checkpoint_error(error: CheckpointException) -> CheckpointError:
+    """Return what each rank failed with, in one error."""
+    reasons = {
+        f"rank {rank}: {str(failure[0]) or type(failure[0]).__name__}"
+        for rank, failure in error.failures.items()
+    }
+    return CheckpointError("the checkpoint was not made. " + "; ".join(sorted(reasons)))

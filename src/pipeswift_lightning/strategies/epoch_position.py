@@ -1,0 +1,215 @@
+"""Where in an epoch a run stands: drawn batches, random states, and values logged so far.
+
+Lightning resumes an epoch with the loader's first batch again, and forgets what was logged. Here
+the loader's iterator is made in the random state in which it was made the first time, so that it
+shuffles alike, and the batches that were used are drawn and dropped.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torchmetrics import Metric
+
+from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
+from pipeswift_lightning.strategies.random_state import get_random_state, set_random_state
+
+__all__ = ["EpochPosition", "LoaderSeeds", "metric_states"]
+
+Values = dict[str, dict[str, Tensor]]
+
+
+@dataclass(slots=True)
+class LoaderSeeds:
+    """The random states in which the epoch's iterator was made, and in which it was first asked.
+
+    Lightning makes the first epoch's iterator long before its first batch, the others' just before.
+    """
+
+    device: torch.device
+    before_iterator: dict[str, Any] | None = None
+    before_batches: dict[str, Any] | None = None
+    _is_made: bool = False
+
+    def note_set_up(self) -> None:
+        """Note that Lightning is about to make an iterator outside an epoch."""
+        self.before_iterator, self.before_batches = get_random_state(self.device), None
+        self._is_made = True
+
+    def note_epoch(self) -> None:
+        """Note that an epoch begins."""
+        now = get_random_state(self.device)
+        if self._is_made:
+            self.before_batches, self._is_made = now, False
+        else:
+            self.before_iterator, self.before_batches = now, None
+
+    def as_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"iterator": self.before_iterator, "batches": self.before_batches}
+
+    def load(self, state: Mapping[str, Any], *, is_made: bool) -> None:
+        """Take what a checkpoint has kept."""
+        self.before_iterator, self.before_batches = state["iterator"], state["batches"]
+        self._is_made = is_made
+
+
+@dataclass(slots=True)
+class EpochPosition:
+    """What a rank needs to go on inside an epoch.
+
+    Attributes:
+        batches: Batches of the epoch that were used.
+        random: The random state then.
+        logged: Running values of what was logged for the epoch.
+        metrics: States of the module's own metrics.
+    """
+
+    batches: int
+    random: dict[str, Any]
+    logged: Values = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, trainer: Trainer, module: LightningModule, device: torch.device, *, fresh: bool
+    ) -> "EpochPosition":
+        """Note where ``trainer`` stands; ``fresh`` if no batch of the next epoch was drawn."""
+        random = get_random_state(device)
+        if fresh:
+            return cls(0, random, {}, metric_states(module))
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return cls(batches, random, _logged(trainer), metric_states(module))
+
+    @classmethod
+    def merged(cls, state: Mapping[str, Any], replicas: Sequence[Values], num: int) -> Self:
+        """Return one replica's share of what was logged, if it was logged on other replicas.
+
+        Args:
+            state: What a checkpoint kept.
+            replicas: What each replica had logged.
+            num: Number of replicas now; each takes an equal share.
+        """
+        logged: Values = {}
+        for key in {key for replica in replicas for key in replica}:
+            parts = [replica[key] for replica in replicas if key in replica]
+            logged[key] = {name: _joined(name, parts, num) for name in parts[0]}
+        return cls(state["batches"], state["random"], logged, state["metrics"])
+
+    def as_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {
+            "batches": self.batches,
+            "random": self.random,
+            "logged": self.logged,
+            "metrics": self.metrics,
+        }
+
+    def move_loader(self, trainer: Trainer, seeds: LoaderSeeds) -> None:
+        """Bring the loader to where it stood, and the random generators with it.
+
+        A loader that keeps its own state has been moved by Lightning already.
+
+        Raises:
+            CheckpointError: The loader has too few batches.
+        """
+        fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
+        assert fetcher is not None and loader is not None  # noqa: PT018 -- Lightning's set-up
+        if not any(isinstance(part, _Stateful) for part in loader.flattened):
+            if seeds.before_iterator is not None and not _are_iterators(loader.flattened):
+                set_random_state(seeds.before_iterator, seeds.device)
+                iter(fetcher)
+            if seeds.before_batches is not None:
+                set_random_state(seeds.before_batches, seeds.device)
+            self._drop(fetcher)
+            if not self.batches:
+                return  # the iterator that was just made has drawn what it would have drawn
+        set_random_state(self.random, seeds.device)
+
+    def _drop(self, fetcher: Any) -> None:
+        for dropped in range(self.batches):
+            try:
+                next(fetcher)
+            except StopIteration:
+                msg = (
+                    f"the checkpoint was made after {self.batches} batches of an epoch, but the "
+                    f"loader has {dropped}. Rule: a run goes on within an epoch with the same "
+                    "batches. Remedy: the same data and global batch size, or a checkpoint of an "
+                    "epoch's end"
+                )
+                raise CheckpointError(msg) from None
+        fetcher.fetched -= self.batches  # Lightning adds them itself
+
+    def add_logged(self, trainer: Trainer) -> None:
+        """Add what was logged before to what has been logged since; call it after a step."""
+        results = trainer.fit_loop.epoch_loop._results
+        for key in [key for key in self.logged if key in results and not results[key].has_reset]:
+            metric = results[key]
+            for name, before in self.logged.pop(key).items():
+                attribute = _ATTRIBUTES[name]
+                now = getattr(metric, attribute)
+                setattr(metric, attribute, _REDUCE[name](now, before.to(now.device)))
+
+    def load_metrics(self, module: LightningModule) -> None:
+        """Give the module's metrics their states."""
+        for name, child in module.named_modules():
+            state = self.metrics.get(name)
+            if isinstance(child, Metric) and state is not None:
+                for key, value in state["values"].items():
+                    setattr(child, key, value)
+                child._update_count = state["updates"]
+
+
+def _are_iterators(loaders: list[Any]) -> bool:
+    return any(isinstance(loader, Iterator) for loader in loaders)
+
+
+# Kinds of running values: the attribute of Lightning's that holds one, and how two are joined.
+_ATTRIBUTES = {"sum": "value", "max": "value", "min": "value", "samples": "cumulated_batch_size"}
+_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "samples": torch.add,
+}
+
+
+def _logged(trainer: Trainer) -> Values:
+    results = trainer.fit_loop.epoch_loop._results
+    found: Values = {}
+    for key, metric in results.items():
+        if not metric.is_tensor or not metric.meta.on_epoch or metric.has_reset:
+            continue
+        meta = metric.meta
+        kind = "max" if meta.is_max_reduction else "min" if meta.is_min_reduction else "sum"
+        found[key] = {kind: metric.value.detach().clone()}
+        if meta.is_mean_reduction:
+            found[key]["samples"] = metric.cumulated_batch_size.clone()
+    return found
+
+
+def _joined(kind: str, parts: Sequence[Mapping[str, Tensor]], num: int) -> Tensor:
+    stacked = torch.stack([part[kind] for part in parts])
+    match kind:
+        case "max":
+            return stacked.amax(0)
+        case "min":
+            return stacked.amin(0)
+        case _:
+            return stacked.sum(0) / num
+
+
+def metric_states(module: LightningModule) -> dict[str, Any]:
+    """Return the states of the metrics that have been updated, by their place in the module."""
+    return {
+        name: {
+            "updates": child._update_count,
+            "values": {key: getattr(child, key) for key in child._defaults},
+        }
+        for name, child in module.named_modules()
+        if isinstance(child, Metric) and child._update_count > 0
+    }

@@ -1,0 +1,192 @@
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from pipeswift_lightning.callbacks import BubbleMonitor
+from pipeswift_lightning.callbacks.bubble_report import (
+    SHARES,
+    BubbleReport,
+    IdleCause,
+)
+from pipeswift_lightning.callbacks.pipeline import CallbackError
+from pipeswift_lightning.callbacks.step_parts import StepParts
+from pipeswift_lightning.callbacks.step_sums import StepSums
+from pipeswift_lightning.plan.costs import StepCosts
+from pipeswift_lightning.plan.schedules import gpipe, one_f_one_b
+from pipeswift_lightning.plan.simulator import simulate
+from pipeswift_lightning.plan.timeline import Event, EventKind
+from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeps, retried, train
+from tests.helpers.modules import Regression, loaders, stack, vectors
+from tests.helpers.parity import RecordingLogger, fit
+
+MICRO_BATCH_S = FORWARD_S + BACKWARD_S
+
+
+def sums_of(timeline, num_steps: int = 3) -> list[StepSums]:
+    every = []
+    for stage in range(timeline.num_ranks):
+        sums = StepSums()
+        events = [e for e in timeline.events if e.stage == stage]
+        for _ in range(num_steps):
+            sums.add(StepParts.of(events, 0.0, timeline.end_s))
+        every.append(sums)
+    return every
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), gpipe(3, 4)])
+def test_a_simulated_step_is_measured_as_it_is(schedule) -> None:
+    costs = StepCosts(
+        forward_s=[[1.0, 1.0, 2.0, 1.0], [2.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 3.0]],
+        backward_s=[[2.0] * 4, [3.0] * 4, [2.0] * 4],
+    )
+    timeline = simulate(schedule, costs)
+    report = BubbleReport.of(schedule, sums_of(timeline))
+    assert report.measured == pytest.approx([timeline.bubble(s) for s in range(3)])
+    assert report.predicted == pytest.approx(report.measured)
+    assert report.num_steps == 3
+    for shares in report.shares:
+        assert sum(shares.values()) == pytest.approx(1.0)
+    assert report.shares[1]["compute"] == pytest.approx(timeline.busy_s(1) / timeline.makespan_s)
+    assert list(report.idle_stages(1.0)) == []
+
+
+def test_parts_of_a_step() -> None:
+    kinds = [
+        (EventKind.DATA_WAIT, None, 0.0, 1.0),
+        (EventKind.RECEIVE_WAIT, 0, 2.0, 3.0),
+        (EventKind.FORWARD, 0, 3.0, 5.0),
+        (EventKind.SEND_WAIT, None, 5.0, 5.5),
+        (EventKind.RECEIVE_WAIT, 0, 5.5, 7.0),
+        (EventKind.BACKWARD, 0, 7.0, 11.0),
+        (EventKind.GRADIENT_REDUCE, None, 11.0, 11.25),
+        (EventKind.OPTIMIZER, None, 11.25, 12.0),
+    ]
+    events = [Event(1, 1, i, kind, start, end) for kind, i, start, end in kinds]
+    parts = StepParts.of(events, 1.0, 13.0)
+    assert (parts.step_s, parts.span_s, parts.compute_s) == (13.0, 8.0, 6.0)
+    assert (parts.activation_wait_s, parts.gradient_wait_s, parts.send_wait_s) == (1.0, 1.5, 0.5)
+    assert (parts.data_wait_s, parts.reduce_s, parts.optimizer_s) == (1.0, 0.25, 0.75)
+    assert parts.other_s == pytest.approx(13 - 1 - 6 - 3 - 0.25 - 0.75)
+    assert parts.computed_s == {(EventKind.FORWARD, 0): 2.0, (EventKind.BACKWARD, 0): 4.0}
+
+
+def explained(schedule, costs: StepCosts, stage: int, latency_s: float = 0.0):
+    timeline = simulate(schedule, costs)
+    report = BubbleReport.of(schedule, sums_of(timeline))
+    if latency_s:
+        busy = [b / (timeline.makespan_s + latency_s) for b in report.busy_s]
+        report = replace(report, measured=tuple(1 - b for b in busy))
+    idle = next(i for i in report.idle_stages(0.1) if i.stage == stage)
+    return idle, report.explain(idle, schedule.num_micro_batches)
+
+
+def test_too_few_micro_batches_are_told() -> None:
+    costs = StepCosts.uniform(4, 2, forward_s=1.0, backward_s=2.0)
+    idle, text = explained(one_f_one_b(4, 2), costs, stage=0)
+    assert (idle.cause, idle.waits_for) == (IdleCause.FILLING, 1)
+    assert "stage 0 stands idle 60%" in text
+    assert "Remedy: more micro_batches (4 a stage, 16" in text
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"), [(0, "gradients"), (1, "gradients"), (3, "activations")]
+)
+def test_the_slow_stage_is_named_not_the_neighbour_that_waits_for_it_too(stage, kind) -> None:
+    costs = StepCosts(
+        forward_s=[[1.0] * 16, [1.0] * 16, [3.0] * 16, [1.0] * 16],
+        backward_s=[[2.0] * 16, [2.0] * 16, [6.0] * 16, [2.0] * 16],
+    )
+    idle, text = explained(one_f_one_b(4, 16), costs, stage)
+    assert (idle.cause, idle.waits_for) == (IdleCause.IMBALANCE, 2)
+    assert f"for {kind}" in text
+    assert "Stage 2 computes 144000.0 ms a step, the others 48000.0 ms on average" in text
+
+
+def test_what_computation_does_not_explain_is_messages() -> None:
+    costs = StepCosts.uniform(2, 16, forward_s=1.0, backward_s=2.0)
+    idle, text = explained(one_f_one_b(2, 16), costs, stage=1, latency_s=40.0)
+    assert (idle.cause, idle.waits_for) == (IdleCause.MESSAGES, 0)
+    assert "Computation explains 6% only" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"every_n_steps": 0}, r"every_n_steps=0\).*Rule: .*Remedy:"),
+        ({"every_n_steps": 2.5}, r"every_n_steps=2.5\).*Rule:"),
+        ({"warn_above": 0.0}, r"warn_above=0.0\).*Rule:.*Remedy:"),
+        ({"warn_above": 40}, r"warn_above=40\).*Rule:.*Remedy:"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message) -> None:
+    with pytest.raises(CallbackError, match=message):
+        BubbleMonitor(**arguments)
+
+
+def test_without_a_pipeline_it_rests() -> None:
+    monitor = BubbleMonitor(every_n_steps=1)
+    fit(lambda: Regression(stack()), loaders(vectors), "auto", callbacks=[monitor], max_epochs=1)
+    assert monitor.reports == []
+
+
+def quietest(reports: list[BubbleReport]) -> BubbleReport:
+    """The report of the shortest steps: those that the machine's other work disturbed least."""
+    return min(reports, key=lambda r: r.step_s)
+
+
+def closed_form(schedule: str, steps: int) -> None:
+    logger = RecordingLogger()
+    monitor = BubbleMonitor(every_n_steps=1, warn_above=0.95)
+    train(Sleeps(factors=(4.0,) * 4), [monitor], steps=steps, schedule=schedule, logger=logger)
+    reports = monitor.reports
+    assert [r.num_steps for r in reports] == [1] * steps
+    best = quietest(reports)
+    assert best.measured == pytest.approx([3 / 7] * 4, abs=0.02)
+    assert best.predicted == pytest.approx(best.measured, abs=0.02)
+    assert best.busy_s == pytest.approx([16 * MICRO_BATCH_S] * 4, rel=0.1)
+    for report in reports:
+        for stage, shares in enumerate(report.shares):
+            assert set(shares) == set(SHARES)
+            assert sum(shares.values()) == pytest.approx(1.0)
+            own_s = report.busy_s[stage] / shares["compute"]
+            assert own_s <= report.step_s * 1.001
+    if dist.get_rank() == 0:
+        rows = {s: row for s, row in logger.history if "bubble/stage_0" in row}
+        assert list(rows) == list(range(steps))  # the rows of the steps' own values
+        assert rows[1]["bubble/stage_3"] == reports[1].measured[3]
+        assert {"train/loss"} <= {key for s, row in logger.history if s == 1 for key in row}
+    else:
+        assert not any("bubble/stage_0" in row for _, row in logger.history)
+
+
+def slow_stage() -> None:
+    factors = (0.5, 0.5, 2.0, 0.5)
+    monitor = BubbleMonitor(every_n_steps=2, warn_above=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Sleeps(factors=factors), [monitor], steps=3, micro_batches=8, batch_size=8)
+    assert [r.num_steps for r in monitor.reports] == [2, 1]  # the last at the end
+    costs = StepCosts(
+        forward_s=[[f * FORWARD_S] * 8 for f in factors],
+        backward_s=[[f * BACKWARD_S] * 8 for f in factors],
+    )
+    ideal = simulate(one_f_one_b(4, 8), costs)
+    expected = [ideal.bubble(s) for s in range(4)]
+    assert quietest(monitor.reports).measured == pytest.approx(expected, abs=0.03)
+    texts = [str(w.message) for w in caught if "BubbleMonitor" in str(w.message)]
+    if dist.get_rank() == 0:
+        assert len(texts) == 1  # one cause, though three stages idle in two reports
+        assert "waits for stage 2" in texts[0]
+    else:
+        assert texts == []
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4, deadline_s=120)
+def test_sleeping_stages() -> None:
+    """The bubble of equal stages is the formula's, and of unequal ones the simulator's."""
+    retried(closed_form, "1f1b", 3)
+    retried(closed_form, "gpipe", 2)
+    retried(slow_stage)

@@ -1,0 +1,55 @@
+"""Single tensors are found in safetensors files, under the names that people's files have."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from safetensors.torch import save_file
+from torch import nn
+
+from pipeswift_lightning.strategies.division import Division
+from pipeswift_lightning.strategies.weights import WeightError, WeightFiles
+
+ONE, TWO = torch.ones(2), torch.full((3,), 2.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"layers.0.weight": ONE}, tmp_path / "a.safetensors")
+    save_file({"layers.1.weight": TWO}, tmp_path / "b.safetensors")
+    return tmp_path
+
+
+def test_a_folder_with_an_index_and_a_single_file(folder: Path) -> None:
+    single = WeightFiles(folder / "a.safetensors")
+    assert single.find(["layers.1.weight"]) is None
+    names = {"layers.0.weight": "a.safetensors", "layers.1.weight": "b.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    files = WeightFiles(folder)
+    for prefix in ("", "model.", "model.base_model."):
+        found = files.find([f"{prefix}layers.1.weight"])
+        assert found is not None
+        assert torch.equal(found, TWO)
+    adapted = files.find(["model.layers.0.base_layer.weight"])
+    assert adapted is not None
+    assert files.missing({n: (n,) for n in ("layers.0.weight", "head.weight")}) == ["head.weight"]
+
+
+def test_files_without_an_index_or_of_another_model_are_refused(folder: Path) -> None:
+    with pytest.raises(
+        WeightError, match=r"holds 2 safetensors files and no index. Rule: .*Remedy:"
+    ):
+        WeightFiles(folder)
+    with pytest.raises(
+        WeightError, match=r"holds none of the module's parameters.*Rule: .*Remedy:"
+    ):
+        WeightFiles(folder / "a.safetensors").missing({"other.weight": ("other.weight",)})
+
+
+def test_weights_for_a_module_that_has_data_are_refused(folder: Path) -> None:
+    module = LightningModule()
+    module.model = nn.Linear(1, 1)
+    with pytest.raises(WeightError, match=r"have data already. Rule: .* Remedy: "):
+        Division.of(module, folder / "a.safetensors", whole=False)
