@@ -1,5 +1,6 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
+import socket
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from pipeswift_lightning.plan.clocks import align
 from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
@@ -349,9 +351,11 @@ class PipelineSession:
     def timeline(self) -> Timeline:
         """The last step of this rank's pipeline, a rank a stage; collective over the pipeline."""
         every: list[Any] = [None] * self.num_stages
-        dist.all_gather_object(every, self.recorder.events(), group=self.groups.pipeline)
-        events = tuple(event for events in every for event in events)
-        return Timeline(events=events, num_ranks=self.num_stages)
+        mine = socket.gethostname(), self.recorder.events()
+        dist.all_gather_object(every, mine, group=self.groups.pipeline)
+        events = tuple(event for _, events in every for event in events)
+        timeline = Timeline(events=events, num_ranks=self.num_stages)
+        return align(timeline, [host for host, _ in every])
 
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""
