@@ -4,9 +4,9 @@
 
 One fit over a pipeline. Its steps come in windows, each of one kind, in turn: without a save, with
 one at once, and with one in a thread, after the window's first step. "call" is how long the save's
-call takes; "window" is how much longer than the median window without a save: it includes waiting
-for the copy, and what the writing thread takes from the training. Times are rank 0's; medians with
-quartiles.
+call takes, the copying included; "window" is how much longer than the median window without a save:
+it includes what the writing thread takes from the training. Times are rank 0's;
+medians with quartiles.
 
 Deaths during saves: PIPESWIFT_KILLS=200 pytest tests/runtime/test_checkpoint_directory.py -k kills
 """

@@ -48,9 +48,8 @@ def _save(saver: ShardSaver, folder: Path, step: int, *, asynchronous: bool = Fa
     shard = Shard(box[0], tensors, files, TOPOLOGY, names)
     if asynchronous:
         saver.begin(shard)
-        saver.wait_until_copied()
         for tensor in tensors.values():
-            tensor.zero_()  # as an optimizer's step would
+            tensor.zero_()  # as a hook may
     else:
         saver.save(shard)
 

@@ -49,7 +49,7 @@ class TopologyCheckpoint(Callback):
         every_n_steps: Optimizer steps between saves; ``None`` for none.
         every_minutes: Minutes between saves, by rank 0's clock; ``None`` for none.
         keep: How many of the newest to keep; ``None`` for all.
-        asynchronous: Write in a thread while training goes on. The copy that is written takes the
+        asynchronous: Copy at once, and write in a thread while training goes on. The copy takes the
             memory of a rank's parameters and optimizer state once more, on the host.
         signals: Names of signals that ask for a save, on any rank: ``["SIGUSR1"]``. The handler
             sets a flag; the save follows at the end of the batch. Under SLURM, not the one at which

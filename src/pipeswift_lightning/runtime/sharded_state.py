@@ -5,6 +5,7 @@ go through DCP, and its description is read by an unpickler that knows DCP's own
 others: reading a checkpoint executes nothing.
 """
 
+import concurrent.futures
 import io
 import pickle
 import warnings
@@ -260,14 +261,16 @@ def begin_save(
     names: NameCheck,
     group: dist.ProcessGroup,
     stager: AsyncStager,
-) -> AsyncSaveResponse:
-    """Begin to write a checkpoint in a thread; collective over ``group``, which is gloo's.
+) -> concurrent.futures.Future[None]:
+    """Copy tensors, and begin to write them in a thread; collective over ``group``, gloo's.
 
     Nothing else may use the group: if training did, the collectives of both would mix, and hang.
 
     Returns:
-        Its ``staging_completion`` must be waited for before a tensor changes; its
-        ``upload_completion`` has the result.
+        What tells the end of the writing. The tensors may change already.
+
+    Raises:
+        TypeError: ``stager`` copies in a thread.
     """
     response = async_save(
         dict(tensors),
@@ -276,8 +279,8 @@ def begin_save(
         process_group=group,
         async_stager=stager,
     )
-    if not isinstance(response, AsyncSaveResponse):
-        msg = "the stager does not stage in a thread: StagingOptions(use_async_staging=True)"
+    if isinstance(response, AsyncSaveResponse):
+        msg = "the stager stages in a thread: StagingOptions(use_async_staging=False)"
         raise TypeError(msg)
     return response
 

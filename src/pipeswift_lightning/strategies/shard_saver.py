@@ -1,6 +1,7 @@
 """Saves in shards, at once or in a thread: one at a time, over connections of their own."""
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from pipeswift_lightning.runtime.checkpoint_directory import Commit
 from pipeswift_lightning.runtime.sharded_state import (
@@ -45,7 +45,7 @@ class Shard:
 
 @dataclass(slots=True)
 class ShardSaver:
-    """Owns what saves need: a gloo group that nothing else uses, and a thread that copies.
+    """Owns what saves need: a gloo group that nothing else uses, and the memory of copies.
 
     On the group of the training's collectives, a save in a thread would take their messages.
     """
@@ -55,7 +55,7 @@ class ShardSaver:
     _group: dist.ProcessGroup | None = None
     _votes: dist.ProcessGroup | None = None  # a save in a thread uses the other one meanwhile
     _stager: DefaultStager | None = None
-    _pending: AsyncSaveResponse | None = None
+    _pending: Future[None] | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -83,7 +83,11 @@ class ShardSaver:
         save_tensors(shard.tensors, writer, names, self.group)
 
     def begin(self, shard: Shard) -> None:
-        """Begin to write a checkpoint in a thread, after the one before; collective."""
+        """Copy the tensors, then write them in a thread; collective, after the save before.
+
+        They may change as soon as this returns: any hook may change them, as for an average of
+        weights. On a GPU the copy is queued behind the work that makes them, and waited for.
+        """
         self.finish()
         if self._stager is None:
             cuda = self.device.type == "cuda"
@@ -91,7 +95,7 @@ class ShardSaver:
                 StagingOptions(
                     use_pinned_memory=cuda,
                     use_shared_memory=False,
-                    use_async_staging=True,
+                    use_async_staging=False,  # who knows when a hook changes a tensor?
                     use_non_blocking_copy=cuda,
                 )
             )
@@ -99,18 +103,13 @@ class ShardSaver:
         writer = ShardWriter(shard.commit, shard.files, shard.topology, names)
         self._pending = begin_save(shard.tensors, writer, names, self.group, self._stager)
 
-    def wait_until_copied(self) -> None:
-        """Return once parameters may change: call it before an optimizer's step."""
-        if self._pending is not None:
-            self._pending.staging_completion.result()
-
     def poll(self) -> None:
         """Take note of a save that has ended.
 
         Raises:
             CheckpointError: It failed.
         """
-        if self._pending is not None and self._pending.upload_completion.done():
+        if self._pending is not None and self._pending.done():
             self.finish()
 
     def finish(self) -> None:
@@ -122,10 +121,10 @@ class ShardSaver:
         pending, self._pending = self._pending, None
         if pending is not None:
             with checked():
-                pending.upload_completion.result()
+                pending.result()
 
     def close(self) -> None:
-        """Let go of the group and the thread; what is still under way is given up."""
+        """Let go of the group and the copies; what is still under way is given up."""
         self._pending = None
         if self._stager is not None:
             self._stager.close()

@@ -1,7 +1,7 @@
 """A strategy that writes checkpoints in shards, and reads them on any topology."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -79,7 +78,7 @@ class ShardedStrategy(StateStrategy):
             dirpath: Folder of checkpoints, on a file system that all ranks share.
             fresh: Whether it is between two epochs: what the last one did is done, and no batch
                 of the next was drawn. Otherwise, that a batch has just ended.
-            asynchronous: Return once the tensors are being copied; they are written in a thread.
+            asynchronous: Return once the tensors are copied; they are written in a thread.
             keep: Delete all but so many of the newest afterwards.
 
         Returns:
@@ -197,24 +196,6 @@ class ShardedStrategy(StateStrategy):
         inner = unwrapped(optimizer)
         index = next(i for i, o in enumerate(self.optimizers) if unwrapped(o) is inner)
         return named_settings(optimizer, self._names.groups[index])
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Step once the tensors of a checkpoint that is being written have been copied."""
-
-        def closure_then_copied() -> Any:
-            result = closure()
-            if self._saver is not None:
-                self._saver.wait_until_copied()
-            return result
-
-        return super().optimizer_step(optimizer, closure_then_copied, model, **kwargs)
 
     # -- restoring ----------------------------------------------------------------------------
 

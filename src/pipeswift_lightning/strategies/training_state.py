@@ -39,8 +39,7 @@ def model_tensors(
     """Return the parameters and saved buffers that this rank can write.
 
     Of what several ranks hold alike, DCP lets one write. Buffers may differ from replica to
-    replica: the first one's are saved. They are copied, for a forward may change them in place
-    while parameters wait for the optimizer.
+    replica: the first one's are saved.
     """
     found: dict[str, Tensor] = {
         f"{MODEL}{name}": parameter.detach()
@@ -52,7 +51,7 @@ def model_tensors(
         for name, buffer in module.named_buffers(remove_duplicate=False):
             owner = place.stage if share is None else share.owners.buffers.get(name, last)
             if name in saved and owner == place.stage and not buffer.is_meta:
-                found[f"{MODEL}{name}"] = buffer.detach().clone()
+                found[f"{MODEL}{name}"] = buffer.detach()
     return found
 
 

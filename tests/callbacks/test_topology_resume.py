@@ -1,0 +1,73 @@
+"""What a checkpoint in shards holds, and what a run makes of it, on one device."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.distributed.checkpoint.staging import DefaultStager
+
+from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.callbacks import TopologyCheckpoint
+from pipeswift_lightning.strategies.consolidate import consolidate
+from tests.helpers.modules import Language, Transformer, loaders, tokens
+from tests.helpers.parity import quiet
+
+DATA = loaders(tokens)
+
+
+def _trainer(**kwargs: Any) -> Trainer:
+    quiet()
+    return Trainer(
+        strategy=PipeSwiftStrategy(),
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 1, **kwargs},
+    )
+
+
+class Clamps(Language):
+    """Changes all parameters right after the save has begun, as a target network's average does."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(float(self.global_step))
+
+
+class Notes(Callback):
+    """Keeps the parameters as they are when the save is made."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        self.seen.append({n: p.detach().clone() for n, p in module.named_parameters()})
+
+
+def test_a_hook_may_change_parameters_once_the_save_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = DefaultStager._stage
+
+    def slow_copy(self: DefaultStager, tensors: Any) -> Any:
+        time.sleep(0.05)
+        return copy(self, tensors)
+
+    monkeypatch.setattr(DefaultStager, "_stage", slow_copy)
+    notes = Notes()
+    callback = TopologyCheckpoint(tmp_path / "saves", every_n_steps=1, keep=None)
+    module = Clamps(Transformer())
+    _trainer(callbacks=[notes, callback]).fit(module.double(), DATA())
+    for step, seen in enumerate(notes.seen[:-1], start=1):  # the last is saved after the epoch
+        file = tmp_path / f"{step}.ckpt"
+        consolidate(tmp_path / "saves" / f"step{step}", file)
+        saved = torch.load(file, weights_only=True)["state_dict"]
+        assert all(torch.equal(saved[name], value) for name, value in seen.items()), step
+    assert len(notes.seen) == 5
