@@ -23,7 +23,7 @@ from pipeswift_lightning.strategies.consolidate import consolidate
 from tests.helpers.distributed import run_ranks
 from tests.helpers.modules import Language, Transformer, loaders, tokens
 from tests.helpers.networks import Grouped
-from tests.helpers.parity import fit, quiet
+from tests.helpers.parity import fit, make_trainer, quiet
 
 DATA = loaders(tokens)
 
@@ -92,9 +92,21 @@ def _reuse(folder: Path) -> None:
         assert (sees.layers, sees.sizes) == (layers, [5, 2, 1])
 
 
+def _finished(folder: Path) -> None:
+    """A run that is over loads all of its state though no step cuts the module any more."""
+    saves = TopologyCheckpoint(folder / "over", every_n_steps=5)
+    fit(_module, DATA, PipeSwiftStrategy(), max_epochs=1, callbacks=[saves])
+    trainer, module = make_trainer(PipeSwiftStrategy(), max_epochs=1), _module()
+    trainer.fit(module, DATA(), ckpt_path=folder / "over")
+    (state,) = (optimizer.state for optimizer in trainer.optimizers)
+    assert [int(s["step"]) for s in state.values()] == [5] * len(list(module.parameters()))
+    trainer.validate(module, DATA(), verbose=False)
+
+
 def _all(folder: Path) -> None:
     _triggers(folder)
     _reuse(folder)
+    _finished(folder)
 
 
 @pytest.mark.slow

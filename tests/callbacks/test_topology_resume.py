@@ -71,3 +71,20 @@ def test_a_hook_may_change_parameters_once_the_save_has_begun(
         saved = torch.load(file, weights_only=True)["state_dict"]
         assert all(torch.equal(saved[name], value) for name, value in seen.items()), step
     assert len(notes.seen) == 5
+
+
+def test_a_finished_run_is_resumed_and_its_trainer_used_again(tmp_path: Path) -> None:
+    callback = TopologyCheckpoint(tmp_path, every_n_steps=5)
+    first = _trainer(callbacks=[callback])
+    first.fit(Language(Transformer()).double(), DATA())
+    again, module = _trainer(), Language(Transformer()).double()
+    again.fit(module, DATA(), ckpt_path=tmp_path)
+    (want,), (got,) = first.optimizers, again.optimizers
+    for one, other in zip(
+        want.param_groups[0]["params"], got.param_groups[0]["params"], strict=True
+    ):
+        assert torch.equal(want.state[one]["exp_avg_sq"], got.state[other]["exp_avg_sq"])
+    again.validate(module, DATA(), verbose=False)
+    again.fit_loop.max_epochs = 2
+    again.fit(module, DATA())
+    assert again.global_step == 10

@@ -356,6 +356,7 @@ class PipeSwiftStrategy(ObservedStrategy):
         healthy = self._groups is not None and not self._watch.failed
         if healthy:
             self.finish_saves()
+            self.finish_restoring()
         self._close_saver()
         session, self._session = self._session, None
         whole = healthy or session is None or session.share is None

@@ -261,6 +261,9 @@ class ShardedStrategy(StateStrategy):
     @override
     def keep_local(self) -> None:
         super().keep_local()
+        self._load_pending()
+
+    def _load_pending(self) -> None:
         if self._has_pending_optimizer_state:
             self._has_pending_optimizer_state = False
             self._load_optimizer_state()
@@ -349,8 +352,14 @@ class ShardedStrategy(StateStrategy):
         if self._saver is not None:
             self._saver.poll()
 
+    def finish_restoring(self) -> None:
+        """Load what has waited for a step, if the run was over already; collective."""
+        if self._has_pending_optimizer_state and self._collectives is not None:
+            self._collectives.guarded("loading the optimizers' state", self._load_pending)
+
     def _close_saver(self) -> None:
         saver, self._saver = self._saver, None
+        self._has_pending_optimizer_state, self._waiting_states = False, None
         self._source = self._position = self._logged = self._seeds = None
         if saver is not None:
             saver.close()
