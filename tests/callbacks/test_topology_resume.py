@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch.distributed.checkpoint.staging import DefaultStager
+from torchmetrics import MeanMetric
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
@@ -88,3 +89,43 @@ def test_a_finished_run_is_resumed_and_its_trainer_used_again(tmp_path: Path) ->
     again.fit_loop.max_epochs = 2
     again.fit(module, DATA())
     assert again.global_step == 10
+
+
+class Rare(Language):
+    """Logs a value and a metric in the first batch of each epoch alone, and some in the third."""
+
+    def __init__(self) -> None:
+        super().__init__(Transformer())
+        self.mean = MeanMetric()
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_start(self) -> None:
+        self.seen = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 0:
+            value = self.current_epoch + 1.0
+            self.mean.update(value)
+            self.log("metric", self.mean, on_epoch=True)
+            for reduce in ("mean", "sum", "max", "min", sum):
+                name = f"{getattr(reduce, '__name__', 'torch')}-{reduce}"
+                self.log(name, value, on_step=True, on_epoch=True, reduce_fx=reduce)
+        if batch_idx in (0, 3):
+            self.log("two", float(batch_idx), on_epoch=True, on_step=False, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        metrics = self.trainer.callback_metrics
+        self.seen.append({n: float(v) for n, v in metrics.items() if not n.startswith("val")})
+
+
+def test_what_was_logged_before_the_save_alone_is_reported(tmp_path: Path) -> None:
+    callback = TopologyCheckpoint(tmp_path, every_n_steps=2, keep=None)
+    straight, resumed = Rare().double(), Rare().double()
+    _trainer(callbacks=[callback], max_epochs=2).fit(straight, DATA())
+    _trainer(max_epochs=2).fit(resumed, DATA(), ckpt_path=tmp_path / "step2")
+    assert straight.seen[0]["two"] == 1.5
+    assert straight.seen[1]["metric"] == 2.0
+    assert len(resumed.seen) == 2
+    for got, want in zip(resumed.seen, straight.seen, strict=True):
+        assert got == pytest.approx(want, abs=1e-12)

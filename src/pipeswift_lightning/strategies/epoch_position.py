@@ -16,6 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
+from pipeswift_lightning.strategies.logged_result import described, revived
 from pipeswift_lightning.strategies.random_state import get_random_state, set_random_state
 
 __all__ = ["EpochPosition", "LoaderSeeds", "metric_states"]
@@ -67,12 +68,14 @@ class EpochPosition:
         random: The random state then.
         logged: Running values of what was logged for the epoch.
         metrics: States of the module's own metrics.
+        kinds: How each value was logged.
     """
 
     batches: int
     random: dict[str, Any]
     logged: Values = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -83,7 +86,7 @@ class EpochPosition:
         if fresh:
             return cls(0, random, {}, metric_states(module))
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        return cls(batches, random, _logged(trainer), metric_states(module))
+        return cls(batches, random, _logged(trainer), metric_states(module), _kinds(trainer))
 
     @classmethod
     def merged(cls, state: Mapping[str, Any], replicas: Sequence[Values], num: int) -> Self:
@@ -95,10 +98,10 @@ class EpochPosition:
             num: Number of replicas now; each takes an equal share.
         """
         logged: Values = {}
-        for key in {key for replica in replicas for key in replica}:
+        for key in dict.fromkeys(key for replica in replicas for key in replica):  # alike on all
             parts = [replica[key] for replica in replicas if key in replica]
             logged[key] = {name: _joined(name, parts, num) for name in parts[0]}
-        return cls(state["batches"], state["random"], logged, state["metrics"])
+        return cls(state["batches"], state["random"], logged, state["metrics"], state["kinds"])
 
     def as_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps."""
@@ -107,6 +110,7 @@ class EpochPosition:
             "random": self.random,
             "logged": self.logged,
             "metrics": self.metrics,
+            "kinds": self.kinds,
         }
 
     def move_loader(self, trainer: Trainer, seeds: LoaderSeeds) -> None:
@@ -144,12 +148,18 @@ class EpochPosition:
                 raise CheckpointError(msg) from None
         fetcher.fetched -= self.batches  # Lightning adds them itself
 
-    def add_logged(self, trainer: Trainer) -> None:
-        """Add what was logged before to what has been logged since; call it after a step."""
+    def add_logged(self, trainer: Trainer, module: LightningModule) -> None:
+        """Add what was logged before to what has been logged since; call it after one step.
+
+        What this step has not logged may never be logged again in the epoch, so it is made anew.
+        """
         results = trainer.fit_loop.epoch_loop._results
-        for key in [key for key in self.logged if key in results and not results[key].has_reset]:
+        for key, state in self.kinds.items():
+            if key not in results or results[key].has_reset:
+                results[key] = revived(state, trainer, module)
+        for key, values in self.logged.items():
             metric = results[key]
-            for name, before in self.logged.pop(key).items():
+            for name, before in values.items():
                 attribute = _ATTRIBUTES[name]
                 now = getattr(metric, attribute)
                 setattr(metric, attribute, _REDUCE[name](now, before.to(now.device)))
@@ -190,6 +200,14 @@ def _logged(trainer: Trainer) -> Values:
         if meta.is_mean_reduction:
             found[key]["samples"] = metric.cumulated_batch_size.clone()
     return found
+
+
+def _kinds(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    return {
+        key: described(metric)
+        for key, metric in trainer.fit_loop.epoch_loop._results.items()
+        if metric.meta.on_epoch and not metric.has_reset
+    }
 
 
 def _joined(kind: str, parts: Sequence[Mapping[str, Tensor]], num: int) -> Tensor:

@@ -218,8 +218,11 @@ class ShardSource:
         metrics = last if place.stage == mesh.num_stages - 1 else {}
         if recorded.num_replicas == mesh.num_replicas:
             return EpochPosition(**{**own, "metrics": metrics})
-        logged = [self.rank_state(p[0])["position"]["logged"] for p in recorded.pipelines]
-        return EpochPosition.merged({**own, "metrics": metrics}, logged, mesh.num_replicas)
+        firsts = [self.rank_state(pipeline[0])["position"] for pipeline in recorded.pipelines]
+        kinds = {key: kind for first in firsts for key, kind in first["kinds"].items()}
+        state = {**own, "metrics": metrics, "kinds": kinds}
+        logged = [first["logged"] for first in firsts]
+        return EpochPosition.merged(state, logged, mesh.num_replicas)
 
 
 def _sizes(names: Sequence[Sequence[Sequence[str]]]) -> str:

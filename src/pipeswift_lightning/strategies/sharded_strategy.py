@@ -51,7 +51,7 @@ class ShardedStrategy(StateStrategy):
         self._seeds: LoaderSeeds | None = None
         self._source: ShardSource | None = None
         self._position: EpochPosition | None = None  # until the loader has been moved
-        self._logged: EpochPosition | None = None  # until its values have been added
+        self._logged: EpochPosition | None = None  # until a step has ended
         self._has_pending_optimizer_state = False
         self._describes_only = False
 
@@ -319,15 +319,14 @@ class ShardedStrategy(StateStrategy):
 
     def _after_step(self) -> None:
         """Finish resuming within the first step: nothing of the epoch is missing any more."""
-        if self._logged is None:
+        logged, self._logged = self._logged, None
+        if logged is None:
             return
         module = self.lightning_module
         assert module is not None
         # Else Lightning would skip what monitors the epoch's metrics at its end.
         module.trainer.fit_loop.restarting = False
-        self._logged.add_logged(module.trainer)
-        if not self._logged.logged:
-            self._logged = None
+        logged.add_logged(module.trainer, module)
 
     def any_rank(self, wish: bool) -> bool:  # noqa: FBT001 -- a vote
         """Return whether any rank wishes; collective, over the connections of the saves."""
