@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -170,7 +171,7 @@ class EpochPosition:
             state = self.metrics.get(name)
             if isinstance(child, Metric) and state is not None:
                 for key, value in state["values"].items():
-                    setattr(child, key, value)
+                    setattr(child, key, move_data_to_device(value, child.device))
                 child._update_count = state["updates"]
 
 

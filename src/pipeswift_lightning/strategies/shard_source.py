@@ -14,6 +14,7 @@ from pipeswift_lightning.runtime.mesh import Coordinate, Mesh
 from pipeswift_lightning.runtime.sharded_state import load_small, read_table, read_tensors
 from pipeswift_lightning.runtime.topology import Structure, Topology
 from pipeswift_lightning.strategies.epoch_position import EpochPosition
+from pipeswift_lightning.strategies.merged_metrics import merged_metrics
 from pipeswift_lightning.strategies.training_state import MODEL, OPTIMIZER
 
 __all__ = ["LIGHTNING_FILE", "ShardSource", "rank_file"]
@@ -209,18 +210,18 @@ class ShardSource:
         stage = place.stage if self.is_like(mesh) else 0
         return self.rank_state(recorded.pipelines[replica][stage])
 
-    def position(self, mesh: Mesh, place: Coordinate) -> EpochPosition:
+    def position(self, mesh: Mesh, place: Coordinate, module: nn.Module) -> EpochPosition:
         """Return where in its epoch the run stood."""
         own = self.own_rank_state(mesh, place)["position"]
         recorded = self.topology.layout
-        replica = place.replica if place.replica < recorded.num_replicas else 0
-        last = self.rank_state(recorded.pipelines[replica][-1])["position"]["metrics"]
-        metrics = last if place.stage == mesh.num_stages - 1 else {}
+        lasts = [self.rank_state(pipeline[-1])["position"] for pipeline in recorded.pipelines]
+        metrics = [last["metrics"] for last in lasts]  # every stage takes the last one's
         if recorded.num_replicas == mesh.num_replicas:
-            return EpochPosition(**{**own, "metrics": metrics})
+            return EpochPosition(**{**own, "metrics": metrics[place.replica]})
+        merged = merged_metrics(module, metrics, place.replica, mesh.num_replicas)
         firsts = [self.rank_state(pipeline[0])["position"] for pipeline in recorded.pipelines]
         kinds = {key: kind for first in firsts for key, kind in first["kinds"].items()}
-        state = {**own, "metrics": metrics, "kinds": kinds}
+        state = {**own, "metrics": merged, "kinds": kinds}
         logged = [first["logged"] for first in firsts]
         return EpochPosition.merged(state, logged, mesh.num_replicas)
 

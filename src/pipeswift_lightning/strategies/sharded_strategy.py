@@ -223,7 +223,7 @@ class ShardedStrategy(StateStrategy):
             loader = source.own_rank_state(self.mesh, place)["loader"]
             if loader is not None:
                 state["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loader
-            self._position = self._logged = source.position(self.mesh, place)
+            self._position = self._logged = source.position(self.mesh, place, module)
             # Lightning does not know that the loader will be moved (`on_train_start`).
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
         return state
