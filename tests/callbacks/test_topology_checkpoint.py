@@ -103,10 +103,36 @@ def _finished(folder: Path) -> None:
     trainer.validate(module, DATA(), verbose=False)
 
 
+class Refutes(Callback):
+    """Lets one replica find that its loss is no mean over samples."""
+
+    def on_train_start(self, trainer, module) -> None:
+        trainer.strategy._steps._policy.whole = trainer.global_rank == 1
+
+
+class SeesScope(Callback):
+    whole = False
+
+    def on_train_start(self, trainer, module) -> None:
+        self.whole = trainer.strategy._steps._policy.whole
+
+
+def _by_replica(folder: Path) -> None:
+    """Each replica goes on with what it has learnt; other replicas with what any has."""
+    saves = TopologyCheckpoint(folder / "scopes", every_n_steps=2)
+    fit(_module, DATA, PipeSwiftStrategy(stages=1), max_steps=3, callbacks=[Refutes(), saves])
+    for stages in (1, 2):
+        sees = SeesScope()
+        kwargs = {"ckpt_path": str(folder / "scopes"), "max_steps": 4, "callbacks": [sees]}
+        fit(_module, DATA, PipeSwiftStrategy(stages=stages), **kwargs)
+        assert sees.whole == (stages == 2 or dist.get_rank() == 1)
+
+
 def _all(folder: Path) -> None:
     _triggers(folder)
     _reuse(folder)
     _finished(folder)
+    _by_replica(folder)
 
 
 @pytest.mark.slow

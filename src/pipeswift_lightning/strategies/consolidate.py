@@ -72,7 +72,6 @@ def model_weights(source: ShardSource) -> dict[str, Tensor]:
 def lightning_checkpoint(source: ShardSource) -> dict[str, Any]:
     """Return what plain Lightning would have saved, optimizers included."""
     state = source.lightning_state()
-    state.pop("pipeswift", None)
     named_groups = [entry["param_groups"] for entry in state["optimizer_states"]]
     state["optimizer_states"] = [_numbered(source, groups) for groups in named_groups]
     loader = source.rank_state(0)["loader"]

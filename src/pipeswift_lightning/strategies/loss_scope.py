@@ -17,7 +17,16 @@ from pipeswift_lightning.strategies.records import (
     merge_records,
 )
 
-__all__ = ["NOTHING_FITS", "LossPolicy", "Matches", "Shares", "StepResult", "compare", "is_checked"]
+__all__ = [
+    "NOTHING_FITS",
+    "LossPolicy",
+    "Matches",
+    "Shares",
+    "StepResult",
+    "compare",
+    "is_checked",
+    "joined_states",
+]
 
 _ALWAYS_CHECKED = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -161,6 +170,29 @@ class LossPolicy:
             'flight. PipeSwiftStrategy(loss="per_sample") would weight micro-batches by their '
             "samples instead."
         )
+
+
+def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of `LossPolicy` for any replica, from those of all of them before.
+
+    What one replica has refuted is refuted: a loss that is no mean there is none anywhere.
+
+    Example:
+        >>> some = {"chosen": "auto", "steps": 3, "whole": False}
+        >>> first = {**some, "left": {"": ["samples", "tokens"]}}
+        >>> joined_states([first, {**first, "left": {"": ["tokens"]}}])["left"]
+        {'': ['tokens']}
+        >>> joined_states([first, {**first, "whole": True}])["whole"]
+        True
+    """
+    lefts = [state["left"] for state in states]
+    names = dict.fromkeys(name for left in lefts for name in left)
+    left: dict[str, list[str]] = {}
+    for name in names:
+        given = [left[name] for left in lefts if name in left]
+        left[name] = [rule for rule in given[0] if all(rule in rules for rules in given)]
+    whole = any(state["whole"] for state in states) or not all(left.values())
+    return {**states[0], "whole": whole, "left": left}
 
 
 @dataclass(frozen=True, slots=True)

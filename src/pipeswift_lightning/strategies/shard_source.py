@@ -14,6 +14,7 @@ from pipeswift_lightning.runtime.mesh import Coordinate, Mesh
 from pipeswift_lightning.runtime.sharded_state import load_small, read_table, read_tensors
 from pipeswift_lightning.runtime.topology import Structure, Topology
 from pipeswift_lightning.strategies.epoch_position import EpochPosition
+from pipeswift_lightning.strategies.loss_scope import joined_states
 from pipeswift_lightning.strategies.merged_metrics import merged_metrics
 from pipeswift_lightning.strategies.training_state import MODEL, OPTIMIZER
 
@@ -209,6 +210,15 @@ class ShardSource:
         replica = place.replica if place.replica < recorded.num_replicas else 0
         stage = place.stage if self.is_like(mesh) else 0
         return self.rank_state(recorded.pipelines[replica][stage])
+
+    def step_state(self, mesh: Mesh, place: Coordinate) -> dict[str, Any]:
+        """Return what steps depend on beside the module: each replica has learnt its own."""
+        own: dict[str, Any] = self.own_rank_state(mesh, place)["steps"]
+        recorded = self.topology.layout
+        if recorded.num_replicas == mesh.num_replicas or not own:
+            return own
+        firsts = [self.rank_state(pipeline[0])["steps"] for pipeline in recorded.pipelines]
+        return {**own, "loss": joined_states([first["loss"] for first in firsts])}
 
     def position(self, mesh: Mesh, place: Coordinate, module: nn.Module) -> EpochPosition:
         """Return where in its epoch the run stood."""

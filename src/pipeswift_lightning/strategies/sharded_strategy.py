@@ -118,6 +118,7 @@ class ShardedStrategy(StateStrategy):
             "optimizer_values": values,
             "extra_state": extra_state(module) if owns_extra else {},
             "loader": loader,
+            "steps": self.step_state(),
         }
         files = {rank_file(self.global_rank): safe_state(own)}
         if self.global_rank == 0:
@@ -142,7 +143,6 @@ class ShardedStrategy(StateStrategy):
         del state["state_dict"]
         if fresh:
             state["loops"] = at_the_start_of_an_epoch(state["loops"])
-        state["pipeswift"] = self.step_state()
         return state
 
     def step_state(self) -> dict[str, Any]:
@@ -218,8 +218,8 @@ class ShardedStrategy(StateStrategy):
         state = source.lightning_state()
         state["state_dict"] = source.described_model()
         if module.trainer.state.fn == TrainerFn.FITTING:
-            self.load_step_state(state.pop("pipeswift"))
             place = self.mesh.coordinate(self.global_rank)
+            self.load_step_state(source.step_state(self.mesh, place))
             loader = source.own_rank_state(self.mesh, place)["loader"]
             if loader is not None:
                 state["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loader
