@@ -1,6 +1,7 @@
 """What a checkpoint in shards holds, and what a run makes of it, on one device."""
 
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,10 @@ def test_what_was_logged_before_the_save_alone_is_reported(tmp_path: Path) -> No
     callback = TopologyCheckpoint(tmp_path, every_n_steps=2, keep=None)
     straight, resumed = Rare().double(), Rare().double()
     _trainer(callbacks=[callback], max_epochs=2).fit(straight, DATA())
+    quiet()
+    filters = [*warnings.filters]
     _trainer(max_epochs=2).fit(resumed, DATA(), ckpt_path=tmp_path / "step2")
+    assert not {f for f in warnings.filters if "resumable" in str(f)} - {*filters}
     assert straight.seen[0]["two"] == 1.5
     assert straight.seen[1]["metric"] == 2.0
     assert len(resumed.seen) == 2

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -112,22 +113,26 @@ def test_a_name_that_no_rank_holds_is_missed(alone: ShardSaver, tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
+@dataclass
 class _Bomb:
+    target: str
+
     def __reduce__(self) -> Any:
-        return (os.mkdir, ("/tmp/pipeswift-executed",))
+        return (os.mkdir, (self.target,))
 
 
 def test_reading_executes_nothing(alone: ShardSaver, tmp_path: Path) -> None:
+    bomb = _Bomb(str(tmp_path / "executed"))
     with pytest.raises(pickle.UnpicklingError):
-        save_small({"state": _Bomb()})
+        save_small({"state": bomb})
     _save(alone, tmp_path, 1)
-    (tmp_path / "step1" / ".metadata").write_bytes(pickle.dumps(_Bomb()))
+    (tmp_path / "step1" / ".metadata").write_bytes(pickle.dumps(bomb))
     with pytest.raises(CheckpointError, match=r"names posix.mkdir. Rule: .* executes nothing"):
         read_table(tmp_path / "step1")
-    torch.save({"state": _Bomb()}, tmp_path / "rank0.pt")
+    torch.save({"state": bomb}, tmp_path / "rank0.pt")
     with pytest.raises(pickle.UnpicklingError):
         load_small(tmp_path / "rank0.pt")
-    assert not Path("/tmp/pipeswift-executed").exists()
+    assert not Path(bomb.target).exists()
 
 
 # -- deaths -----------------------------------------------------------------------------------

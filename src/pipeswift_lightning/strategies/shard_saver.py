@@ -78,6 +78,7 @@ class ShardSaver:
         Raises:
             CheckpointError: On every rank, if any of them failed.
         """
+        self._synchronise()
         names = NameCheck(shard.required)
         writer = ShardWriter(shard.commit, shard.files, shard.topology, names)
         save_tensors(shard.tensors, writer, names, self.group)
@@ -86,7 +87,7 @@ class ShardSaver:
         """Copy the tensors, then write them in a thread; collective, after the save before.
 
         They may change as soon as this returns: any hook may change them, as for an average of
-        weights. On a GPU the copy is queued behind the work that makes them, and waited for.
+        weights.
         """
         self.finish()
         if self._stager is None:
@@ -99,9 +100,15 @@ class ShardSaver:
                     use_non_blocking_copy=cuda,
                 )
             )
+        self._synchronise()
         names = NameCheck(shard.required)
         writer = ShardWriter(shard.commit, shard.files, shard.topology, names)
         self._pending = begin_save(shard.tensors, writer, names, self.group, self._stager)
+
+    def _synchronise(self) -> None:
+        """Let a GPU finish what makes the tensors; copies may go over streams of their own."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def poll(self) -> None:
         """Take note of a save that has ended.

@@ -1,6 +1,5 @@
 """A strategy that writes checkpoints in shards, and reads them on any topology."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pipeswift_lightning.runtime.checkpoint_directory import (
 )
 from pipeswift_lightning.runtime.topology import Layout, Structure, Topology, versions
 from pipeswift_lightning.strategies.epoch_position import EpochPosition, LoaderSeeds
+from pipeswift_lightning.strategies.hushed_warning import HushedWarning
 from pipeswift_lightning.strategies.optimizers import unwrapped
 from pipeswift_lightning.strategies.random_state import get_random_state
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
@@ -54,6 +54,7 @@ class ShardedStrategy(StateStrategy):
         self._logged: EpochPosition | None = None  # until a step has ended
         self._has_pending_optimizer_state = False
         self._describes_only = False
+        self._not_resumable = HushedWarning(".*your dataloader is not resumable.*")
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class ShardedStrategy(StateStrategy):
                 state["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loader
             self._position = self._logged = source.position(self.mesh, place, module)
             # Lightning does not know that the loader will be moved (`on_train_start`).
-            warnings.filterwarnings("ignore", ".*your dataloader is not resumable.*")
+            self._not_resumable.begin()
         return state
 
     @override
@@ -322,6 +323,7 @@ class ShardedStrategy(StateStrategy):
         logged, self._logged = self._logged, None
         if logged is None:
             return
+        self._not_resumable.end()
         module = self.lightning_module
         assert module is not None
         # Else Lightning would skip what monitors the epoch's metrics at its end.
@@ -359,6 +361,7 @@ class ShardedStrategy(StateStrategy):
     def _close_saver(self) -> None:
         saver, self._saver = self._saver, None
         self._has_pending_optimizer_state, self._waiting_states = False, None
+        self._not_resumable.end()
         self._source = self._position = self._logged = self._seeds = None
         if saver is not None:
             saver.close()
