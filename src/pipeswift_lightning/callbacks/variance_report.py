@@ -1,5 +1,6 @@
 """Why steps are slow or uneven: one window of steps, taken apart."""
 
+import socket
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from enum import StrEnum
 from typing import assert_never
 
 from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
+from pipeswift_lightning.plan.clocks import align
 from pipeswift_lightning.plan.costs import Link, StepCosts
 from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.plan.simulator import makespan_s
@@ -52,6 +54,7 @@ class StageWindow:
         data_wait_s: Its wait for the batch, likewise.
         garbage_s: Its garbage collection, wherever that fell.
         sums: Computation by kind and micro-batch, without garbage collection.
+        host: Whose clock its events are on.
         samples: Events of some of the steps, by the step's place in the window.
     """
 
@@ -60,6 +63,7 @@ class StageWindow:
     data_wait_s: list[float] = field(default_factory=list)
     garbage_s: list[float] = field(default_factory=list)
     sums: StepSums = field(default_factory=StepSums)
+    host: str = field(default_factory=socket.gethostname)
     samples: dict[int, tuple[Event, ...]] = field(default_factory=dict)
 
 
@@ -256,7 +260,8 @@ def _links(windows: Sequence[StageWindow]) -> dict[tuple[int, int], float]:
     every: dict[tuple[int, int], list[float]] = {}
     for sample in windows[0].samples:
         events = tuple(event for w in windows for event in w.samples[sample])
-        for transfer in transfers(Timeline(events, len(windows))):
+        timeline = align(Timeline(events, len(windows)), [w.host for w in windows])
+        for transfer in transfers(timeline):
             if transfer.transit_s is not None:
                 link = transfer.made.stage, transfer.used.stage
                 every.setdefault(link, []).append(transfer.transit_s)

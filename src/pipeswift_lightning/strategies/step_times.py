@@ -1,11 +1,13 @@
 """How long each stage worked in the last steps, and how long it stood idle."""
 
+import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from pipeswift_lightning.plan.clocks import align
 from pipeswift_lightning.plan.timeline import Event, Timeline
 from pipeswift_lightning.runtime.mesh import MeshGroups
 
@@ -53,6 +55,7 @@ def gather_timeline(events: Sequence[Event], groups: MeshGroups) -> Timeline:
         groups: The mesh's groups.
     """
     every: list[Any] = [None] * groups.mesh.num_stages
-    dist.all_gather_object(every, events, group=groups.pipeline)
-    gathered = tuple(event for events in every for event in events)
-    return Timeline(events=gathered, num_ranks=groups.mesh.num_stages)
+    dist.all_gather_object(every, (socket.gethostname(), events), group=groups.pipeline)
+    gathered = tuple(event for _, mine in every for event in mine)
+    timeline = Timeline(events=gathered, num_ranks=groups.mesh.num_stages)
+    return align(timeline, [host for host, _ in every])
