@@ -19,13 +19,9 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-<<<<<<< HEAD
 from pipeswift_lightning.drawing.page import page
 from pipeswift_lightning.drawing.panel import Panel
 from pipeswift_lightning.drawing.png import png
-=======
-from pipeswift_lightning.drawing.figure import save_figure
->>>>>>> main
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.report import choice_timelines, describe_choice, draw_together
 from pipeswift_lightning.plan.search import choose_plan

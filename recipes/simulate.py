@@ -17,13 +17,9 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-<<<<<<< HEAD
 from pipeswift_lightning.drawing.page import page
 from pipeswift_lightning.drawing.panel import Panel
 from pipeswift_lightning.drawing.png import png
-=======
-from pipeswift_lightning.drawing.figure import save_figure
->>>>>>> main
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.report import draw_together, equal_costs, schedule_timelines
 

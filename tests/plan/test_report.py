@@ -1,10 +1,5 @@
 import pytest
 
-<<<<<<< HEAD
-=======
-from pipeswift_lightning.drawing import figure
-from pipeswift_lightning.drawing.figure import save_figure
->>>>>>> main
 from pipeswift_lightning.plan.costs import CostError
 from pipeswift_lightning.plan.mock import sample_lengths, transformer_costs
 from pipeswift_lightning.plan.report import (
