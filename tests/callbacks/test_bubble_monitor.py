@@ -139,13 +139,13 @@ def quietest(reports: list[BubbleReport]) -> BubbleReport:
 def closed_form(schedule: str, steps: int) -> None:
     logger = RecordingLogger()
     monitor = BubbleMonitor(every_n_steps=1, warn_above=0.95)
-    train(Sleeps(factors=(4.0,) * 4), [monitor], steps=steps, schedule=schedule, logger=logger)
+    train(Sleeps(factors=(3.0,) * 4), [monitor], steps=steps, schedule=schedule, logger=logger)
     reports = monitor.reports
     assert [r.num_steps for r in reports] == [1] * steps
     best = quietest(reports)
     assert best.measured == pytest.approx([3 / 7] * 4, abs=0.02)
     assert best.predicted == pytest.approx(best.measured, abs=0.02)
-    assert best.busy_s == pytest.approx([16 * MICRO_BATCH_S] * 4, rel=0.1)
+    assert best.busy_s == pytest.approx([12 * MICRO_BATCH_S] * 4, rel=0.1)
     for report in reports:
         for stage, shares in enumerate(report.shares):
             assert set(shares) == set(SHARES)

@@ -258,6 +258,33 @@ class ManualOptimization(Module):
         super().__init__(scenario)
         self.automatic_optimization = False
 
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.step_loss(batch))
+        optimizer.step()
+
+    def step_loss(self, batch: Tensor) -> Tensor:
+        return self.loss(batch, "loss")
+
+
+class UsesParameters(ManualOptimization):
+    def step_loss(self, batch: Tensor) -> Tensor:
+        return sum(p.pow(2).sum() for p in self.net.parameters()) + super().step_loss(batch)
+
+
+class TwiceSGD(torch.optim.SGD):
+    """Looks around before it steps, as sharpness-aware minimisation does."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
+
+
+class LooksTwice(Module):
+    def configure_optimizers(self) -> Any:
+        return TwiceSGD(self.parameters(), lr=0.01)
+
 
 class TwoOptimizers(Module):
     def configure_optimizers(self) -> Any:
@@ -361,6 +388,8 @@ VARIANTS: dict[str, type[Module]] = {
         CallsNever,
         ManualOptimization,
         TwoOptimizers,
+        LooksTwice,
+        UsesParameters,
         SkipsOneMicroBatch,
         DataDependentShapes,
         ShorterLoader,

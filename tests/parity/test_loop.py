@@ -269,12 +269,6 @@ def test_torchmetrics_equal_one_device(with_metrics: Any, _: str) -> None:
 # -- what is refused, or warned of ------------------------------------------------------------
 
 
-class Manual(Regression):
-    def __init__(self) -> None:
-        super().__init__(stack())
-        self.automatic_optimization = False
-
-
 class TwoCalls(Regression):
     def per_sample(self, batch: Any) -> Tensor:
         x, y = batch
@@ -319,7 +313,6 @@ class Sharpness(torch.optim.SGD):
 
 
 REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], str]] = {
-    "manual": (Manual, partial(loader, vectors), "automatic_optimization=False"),
     "two calls": (lambda: TwoCalls(stack()), partial(loader, vectors), "twice"),
     "no call": (lambda: NoCall(stack()), partial(loader, vectors), "did not call self.net"),
     "skipped": (lambda: Skipping(Transformer()), partial(loader, tokens), "returning None"),

@@ -170,11 +170,54 @@ def test_a_step_that_does_not_call_the_network_is_an_error() -> None:
         trace_of(cut_of(network), lambda: torch.ones(1))
 
 
-def test_a_network_called_twice_is_an_error() -> None:
+def test_a_network_called_twice_is_an_error_where_it_is_cut() -> None:
     network = Network(FORWARDS["chain"][0])
     cut = cut_of(network)
+    x = torch.ones(3, 2)
+    trace = trace_of(cut, lambda: network(x))
     with pytest.raises(CutError, match=r"self\.net is called twice"):
-        run(cut, lambda: network(network(torch.ones(3, 2))), None, first=0, last=3)
+        run(cut, lambda: network(network(x)), trace, first=0, last=3)
+    assert run(cut, lambda: network(network(x)), None, first=0, last=3).output.shape == (3, 2)
+
+
+def _twice(network: Network, x: Tensor) -> Tensor:
+    return network(x) - network(2 * x)
+
+
+def _slope(network: Network, x: Tensor) -> Tensor:
+    x.requires_grad_()
+    return torch.autograd.grad(network(x).sum(), x)[0]
+
+
+def _reads(network: Network, x: Tensor) -> Tensor:
+    return network(x) if float(network(x).sum()) > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("step", "seen"),
+    [
+        (_twice, "calls the network more than once"),
+        (_slope, "differentiates by itself"),
+        (_reads, ""),  # nobody knows the value, so the look ends there
+        (lambda network, x: network(x).sum().item() + network.missing, ""),
+        (lambda network, x: network(x).sum(), ""),
+    ],
+)
+def test_looking_on_tells_what_only_whole_steps_can_do(
+    step: Callable[[Network, Tensor], Any], seen: str
+) -> None:
+    network = Network(FORWARDS["chain"][0])
+    cut = cut_of(network)
+    returned: list[int] = []
+    with torch.no_grad():
+        trace = cut.discover(
+            lambda: step(network, torch.ones(3, 2)),
+            step_name="training_step",
+            names={},
+            at_return=lambda: returned.append(1),
+        )
+    assert (trace.only_whole, trace.order, returned) == (seen, (0, 1, 2), [1])
+    assert trace.returned_rows == {3}
 
 
 def test_layers_in_another_order_than_the_first_time_are_an_error() -> None:

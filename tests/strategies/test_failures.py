@@ -53,6 +53,18 @@ def test_an_exception_in_a_layer(fault: str, direction: str, rank: int) -> None:
     check_raise(Scenario(fault=fault, rank=rank, micro_batch=2), direction)
 
 
+@pytest.mark.parametrize(("fault", "direction"), [("forward", "Forward"), ("backward", "Backward")])
+def test_an_exception_in_a_layer_of_a_whole_step(fault: str, direction: str) -> None:
+    check_raise(
+        Scenario(fault=fault, rank=2, micro_batch=2, variant="ManualOptimization"), direction
+    )
+
+
+def test_a_rank_killed_in_the_backward_of_a_whole_step() -> None:
+    scenario = Scenario(fault="backward", action="kill", rank=1, variant="ManualOptimization")
+    check_others(scenario, perform(scenario), "rank 1 (stage 1, micro-batch 1)")
+
+
 def test_an_exception_in_the_loss() -> None:
     check_raise(Scenario(fault="loss", rank=3), "Forward")
 

@@ -25,8 +25,8 @@ def check_all(endings: list[Ending], *words: str) -> None:
     ("scenario", "words"),
     [
         (
-            Scenario(variant="ManualOptimization"),
-            ["ManualOptimization sets automatic_optimization=False", "Rule:", "Remedy: use auto"],
+            Scenario(variant="ManualOptimization", num_layers=3),
+            ["self.net has 3 layers, but 4 stages", "Rule: of the networks", "Remedy: stages=3"],
         ),
         (
             Scenario(num_layers=3),
@@ -59,7 +59,15 @@ def test_devices_that_are_no_multiple_of_the_stages() -> None:
         ),
         (
             Scenario(variant="TwoOptimizers"),
-            ["returned several optimizers", "Rule: a pipeline steps one", "Remedy: put all"],
+            ["returned several optimizers", "Rule: automatic", "Remedy: set self.automatic"],
+        ),
+        (
+            Scenario(variant="LooksTwice"),
+            ["TwiceSGD evaluates a training step more than once", "Rule:", "Remedy: a first-order"],
+        ),
+        (
+            Scenario(variant="UsesParameters"),
+            ["uses the parameter net.0.linear.weight itself", "Rule:", "Remedy: compute"],
         ),
         (
             Scenario(batch_size=3),

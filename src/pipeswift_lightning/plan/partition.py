@@ -1,18 +1,20 @@
 """Which layers go to which stage."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import numpy as np
+from pipeswift_lightning.plan.bottleneck import PartitionError, StageProblem, solve_starts
 
-__all__ = ["Partition", "PartitionError", "explicit_partition", "solve_partition"]
-
-
-class PartitionError(ValueError):
-    """Layers that cannot be split as asked."""
+__all__ = [
+    "Partition",
+    "PartitionError",
+    "best_partition",
+    "explicit_partition",
+    "solve_partition",
+    "uniform_partition",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,9 @@ class Partition:
 
 
 def solve_partition(costs_s: Sequence[float], num_stages: int) -> Partition:
-    """Return the partition whose slowest stage is fastest.
+    """Return the partition whose slowest stage is fastest, when the costs of layers are all.
 
-    Exact dynamic programming over the layers from the end, O(p n^2) (PipeDream, SOSP '19, section
-    3.1, with the cost of communication left out). With ``b[k][i]`` the best bottleneck of layers
-    ``i..n-1`` on ``k`` stages::
-
-        b[1][i] = cost(i..n-1)
-        b[k][i] = min over j in i+1..n-k+1 of max(cost(i..j-1), b[k-1][j])
+    See ``best_partition`` for devices, cuts and memory.
 
     Args:
         costs_s: Time of each layer, in seconds. Shape ``[n]``.
@@ -94,30 +91,32 @@ def solve_partition(costs_s: Sequence[float], num_stages: int) -> Partition:
         >>> solve_partition([1.0, 1.0, 1.0, 3.0], num_stages=2)
         Partition(starts=(0, 3), num_layers=4)
     """
-    num_layers = len(costs_s)
+    return best_partition(StageProblem(costs_s=tuple(costs_s), num_stages=num_stages))
+
+
+def best_partition(problem: StageProblem) -> Partition:
+    """Return the partition whose slowest stage is fastest; see ``bottleneck.solve_starts``.
+
+    Raises:
+        PartitionError: Nothing fits into memory, or too many cuts are forbidden.
+
+    Example:
+        >>> best_partition(StageProblem(costs_s=(1, 1, 1, 3), num_stages=2, cut_s=(0, 0, 0, 9)))
+        Partition(starts=(0, 2), num_layers=4)
+    """
+    return Partition(solve_starts(problem), len(problem.costs_s))
+
+
+def uniform_partition(num_layers: int, num_stages: int) -> Partition:
+    """Return stages of as equal a number of layers as can be, the larger ones first.
+
+    Example:
+        >>> uniform_partition(7, 3)
+        Partition(starts=(0, 3, 5), num_layers=7)
+    """
     _check_counts(num_layers, num_stages)
-    for layer, cost_s in enumerate(costs_s):
-        if not 0 <= cost_s < math.inf:
-            message = (
-                f"costs_s[{layer}]={cost_s} must be finite and 0 or more: measure the layer again"
-            )
-            raise PartitionError(message)
-    total = np.array([0.0, *accumulate(float(cost_s) for cost_s in costs_s)])
-    best = total[-1] - total
-    splits: list[np.ndarray] = []  # splits[k - 2][i]: first layer of the next stage, k stages left.
-    for stages_left in range(2, num_stages + 1):
-        above = np.full(num_layers + 1, np.inf)
-        split = np.zeros(num_layers + 1, dtype=np.int64)
-        for i in range(num_layers - stages_left + 1):
-            ends = slice(i + 1, num_layers - stages_left + 2)
-            bottleneck = np.maximum(total[ends] - total[i], best[ends])
-            first = int(np.argmin(bottleneck))
-            above[i], split[i] = bottleneck[first], i + 1 + first
-        best = above
-        splits.append(split)
-    starts = [0]
-    for split in reversed(splits):
-        starts.append(int(split[starts[-1]]))
+    size, larger = divmod(num_layers, num_stages)
+    starts = (size * r + min(r, larger) for r in range(num_stages))
     return Partition(tuple(starts), num_layers)
 
 

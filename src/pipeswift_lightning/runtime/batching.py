@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 __all__ = ["BatchError", "batch_checksum", "batch_signature", "describe_batch", "num_samples"]
-__all__ += ["fresh_containers", "split_batch", "tensor_versions"]
+__all__ += ["fresh_containers", "has_gradient", "split_batch", "structure_of", "tensor_versions"]
 
 _SAMPLED_BYTES = 1 << 20
 
@@ -89,6 +90,24 @@ def fresh_containers(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return copy.copy(value)
     return value
+
+
+def has_gradient(value: Any) -> bool:
+    """Whether a tensor in ``value`` needs a gradient."""
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in _leaves(value))
+
+
+def structure_of(value: Any) -> Hashable:
+    """Return what kind of value it is: its structure, and the dtypes and dims of its tensors.
+
+    Example:
+        >>> structure_of(torch.zeros(2)) == structure_of(torch.zeros(3))
+        True
+    """
+    leaves, spec = tree_flatten(value)
+    return str(spec), tuple(
+        (str(x.dtype), x.ndim) if isinstance(x, Tensor) else type(x).__name__ for x in leaves
+    )
 
 
 def tensor_versions(batch: Any) -> list[int]:

@@ -77,8 +77,14 @@ class LayerCut:
         self._run: RunState | None = None
         self._discovery: Discovery | None = None
         self.call = NetworkCall(network_name, len(self.layers), device)
+        self.on_outside: Callable[[], None] | None = None  # a layer runs outside any run
         self._templates: dict[tuple[Any, ...], Any] = {}
         self._originals: list[tuple[nn.Module, Callable[..., Any]]] = []
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the interception is in place."""
+        return bool(self._originals)
 
     def install(self) -> None:
         """Put the interception in place; `remove` takes it away."""
@@ -102,7 +108,12 @@ class LayerCut:
     # -- discovery ----------------------------------------------------------------------------
 
     def discover(
-        self, step: Callable[[], Any], *, step_name: str, names: Mapping[int, str]
+        self,
+        step: Callable[[], Any],
+        *,
+        step_name: str,
+        names: Mapping[int, str],
+        at_return: Callable[[], None] | None = None,
     ) -> StepTrace:
         """Run ``step`` once on absent values, and return the order and flow of its layers.
 
@@ -112,12 +123,14 @@ class LayerCut:
             step: The user's step with its arguments bound.
             step_name: How errors name the step.
             names: Names of the module's parameters, by ``id``.
+            at_return: Called when the network has returned. Then the step runs on, as far as it
+                can without data, and the trace tells whether it calls the network again.
 
         Raises:
             CutError: The step calls no layer, or one of them twice.
         """
         while True:
-            discovery = Discovery(self.device)
+            discovery = Discovery(self.device, at_return=at_return)
             try:
                 self._discover_once(discovery, step)
             except LayerCalledTwiceError as error:
@@ -146,6 +159,10 @@ class LayerCut:
                 step()
         except DiscoveryDone:
             pass
+        except Exception:
+            # What follows the network needs data, which nobody has yet; there is no more to see.
+            if not discovery.network_returned:
+                raise
         finally:
             self._discovery = None
 
@@ -215,15 +232,15 @@ class LayerCut:
         if self.call.answer is not None:
             return self.call.answer(*args, **kwargs)
         if self._discovery is not None:
+            self._discovery.network_called()
             output = original(*args, **kwargs)
             if self._discovery.order:
                 self._discovery.network_returns(self._returned(output))
-                raise DiscoveryDone
             return output
         run = self._run
         if run is not None:
             run.network_calls += 1
-            if run.network_calls > 1:
+            if run.network_calls > 1 and run.trace is not None:
                 raise CutError(self.call.called_twice())
         return original(*args, **kwargs)
 
@@ -245,7 +262,7 @@ class LayerCut:
         if position < run.first:
             return self._skip(run, index, original, args, kwargs)
         leaves, spec = self._bind_arguments(run, position, args, kwargs)
-        if position == run.last:
+        if position == run.last and run.trace is not None:
             run.boundary = run.crossing(self.network_name)
             raise _ReachedBoundaryError
         args, kwargs = tree_unflatten(leaves, spec) if spec is not None else (args, kwargs)
@@ -255,13 +272,9 @@ class LayerCut:
         self, index: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if any(p.is_meta for p in self.layers[index].parameters()):
-            msg = (
-                f"layer {index} of {self.network_name} is called outside a step, and its "
-                "parameters live on another stage. Rule: while the strategy is set up, the "
-                "network runs inside training, validation, test and predict steps only. Remedy: "
-                "call it in one of those steps, or after the Trainer has finished"
-            )
-            raise CutError(msg)
+            raise CutError(self.call.outside(index))
+        if self.on_outside is not None:
+            self.on_outside()
         if is_recomputing():
             args, kwargs = with_present((args, kwargs))
             enter_layer(self.device)
@@ -271,15 +284,7 @@ class LayerCut:
         order = run.trace.order if run.trace is not None else ()
         if position < len(order) and order[position] == index:
             return
-        seen = order.index(index) < position if index in order else False
-        what = "a second time" if seen else "out of order"
-        msg = (
-            f"layer {index} of {self.network_name} is called {what} (call {position} of this "
-            f"step; its first step called layers in the order {order}). Rule: every step calls "
-            f"{self.network_name} exactly once, and its layers in one order. Remedy: make the "
-            "order independent of the batch, or return coarser layers from configure_pipeline()"
-        )
-        raise CutError(msg)
+        raise CutError(self.call.out_of_order(index, position, order))
 
     def _skip(
         self, run: RunState, index: int, original: Callable[..., Any], args: Any, kwargs: Any

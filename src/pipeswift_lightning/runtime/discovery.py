@@ -28,6 +28,9 @@ class LayerCalledTwiceError(RuntimeError):
         self.index = index
 
 
+_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+
+
 class _TracingMode(AbsentMode):
     """An `AbsentMode` that tells the discovery which absent values meet in which gap."""
 
@@ -40,21 +43,34 @@ class _TracingMode(AbsentMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._discovery.note_use(args, kwargs)
+        if func in _DIFFERENTIATES:
+            self._discovery.differentiated()
         result = super()._run_absent(func, args, kwargs)
         self._discovery.note_created(result)
         return result
 
 
 class Discovery:
-    """Collects a `StepTrace` while the step runs under its ``mode``."""
+    """Collects a `StepTrace` while the step runs under its ``mode``.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: The device that absent values claim to be on.
+        at_return: Called when the network has returned; then the rest of the step runs as well, to
+            see whether it calls the network again. ``None`` ends discovery there.
+    """
+
+    def __init__(
+        self, device: torch.device, *, at_return: Callable[[], None] | None = None
+    ) -> None:
         self.mode = _TracingMode(device, self)
         self._counter = self.mode.counter = OperationCounter(self._note_operation)
         self.order: list[int] = []
         self.network_returned = False
         self.returns_scalar = False
+        self.returned_rows: frozenset[int] = frozenset()
+        self.only_whole = ""
         self.changes_arguments = False
+        self._at_return = at_return
         self._side_inputs: dict[int, tuple[int, bool]] = {}
         self._gap = 0
         self._inside_layer = False
@@ -76,6 +92,8 @@ class Discovery:
 
     def note_parameter(self, parameter: nn.Parameter) -> None:
         """A parameter takes part outside the layers, or in a layer that does not hold it."""
+        if self.network_returned:
+            return
         if not self._inside_layer:
             self._parameter_gaps[id(parameter)].add(self._gap)
         elif id(parameter) not in self._held:
@@ -83,7 +101,7 @@ class Discovery:
 
     def note_use(self, args: Any, kwargs: Any) -> None:
         """Code outside the layers uses absent values."""
-        if self._inside_layer:
+        if self._inside_layer or self.network_returned:
             return
         for leaf in tree_flatten((args, kwargs))[0]:
             if isinstance(leaf, Tensor) and leaf.is_meta:
@@ -91,7 +109,7 @@ class Discovery:
 
     def note_created(self, result: Any) -> None:
         """Code outside the layers made absent values."""
-        if self._inside_layer:
+        if self._inside_layer or self.network_returned:
             return
         for leaf in tree_flatten(result)[0]:
             if isinstance(leaf, Tensor) and id(leaf) not in self._created:
@@ -116,6 +134,8 @@ class Discovery:
         self, index: int, layer: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Record the call of ``layer`` and return its absent output."""
+        if self.network_returned:
+            raise DiscoveryDone
         if index in self.order:
             msg = (
                 f"layer {index} is called twice in one step (calls {self.order.index(index)} and "
@@ -200,13 +220,39 @@ class Discovery:
         return value
 
     def network_returns(self, output: Any) -> None:
-        """Note what the network has returned; discovery ends there."""
-        self.network_returned = True
+        """Note what the network has returned.
+
+        Raises:
+            DiscoveryDone: Nobody wants to know how the step goes on.
+        """
         self.note_use((output,), {})  # what it returns is used by the step, on the last stage
-        self.returns_scalar = any(
-            isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
-            for leaf in tree_flatten(output)[0]
-        )
+        self.network_returned = True
+        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        self.returns_scalar = any(x.dim() == 0 and x.is_floating_point() for x in tensors)
+        self.returned_rows = frozenset(x.shape[0] if x.dim() else -1 for x in tensors)
+        if self._at_return is None:
+            raise DiscoveryDone
+        self._at_return()
+
+    def network_called(self) -> None:
+        """The step calls the network.
+
+        Raises:
+            DiscoveryDone: It has called it before.
+        """
+        if self.network_returned:
+            self.only_whole = "calls the network more than once"
+            raise DiscoveryDone
+
+    def differentiated(self) -> None:
+        """The step differentiates by itself.
+
+        Raises:
+            DiscoveryDone: That ends what can be seen.
+        """
+        if self.network_returned:
+            self.only_whole = "differentiates by itself"
+            raise DiscoveryDone
 
     def trace(self, names: Mapping[int, str]) -> StepTrace:
         """Return what was seen; ``names`` names the module's parameters by ``id``."""
@@ -224,4 +270,6 @@ class Discovery:
             digests=self._digests,
             calls_network=self.network_returned,
             returns_scalar=self.returns_scalar,
+            returned_rows=self.returned_rows,
+            only_whole=self.only_whole,
         )

@@ -1,8 +1,8 @@
 """Walk one rank's row of instructions."""
 
 from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol, assert_never
 
@@ -27,7 +27,7 @@ from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, ten
 from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recorder import Recorder
 
-__all__ = ["Executor", "StageProgram"]
+__all__ = ["Executor", "Held", "StageProgram"]
 
 _MAX_SENDS = 8
 _WAITING = {False: "waiting for the activation", True: "waiting for the gradient"}
@@ -69,6 +69,14 @@ class _Saved:
     edges: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     sent: InFlight | None = None
+    retain: bool = False  # the backward may be asked for again
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank holds between a run of forwards and one of their backwards."""
+
+    saved: Mapping[tuple[int, int], _Saved]
 
 
 class Executor:
@@ -101,17 +109,79 @@ class Executor:
         self._pending: dict[tuple[int, int, bool], Pending] = {}
         self._sends: deque[tuple[int, int, InFlight]] = deque()
 
-    def run(self, row: Sequence[Instruction], program: StageProgram, *, training: bool) -> None:
+    @property
+    def progress(self) -> Progress:
+        """What the watchdog reads."""
+        return self._progress
+
+    def run(
+        self,
+        row: Sequence[Instruction],
+        program: StageProgram,
+        *,
+        training: bool,
+        begin: bool = True,
+    ) -> None:
         """Execute ``row``; returns when every message of this rank has left.
+
+        Args:
+            row: The instructions.
+            program: What they compute.
+            training: Whether there is a backward.
+            begin: Whether the step begins here, for the channel.
 
         Raises:
             CommunicationError: A transfer failed, most often since the peer has gone.
             Exception: Whatever the program raises, with a note that says where.
         """
+        if begin:
+            self._channel.begin()
+        self._walk(row, program, training=training)
+
+    def begin(self) -> None:
+        """Begin a step of several runs."""
         self._channel.begin()
+
+    def run_forward(self, row: Sequence[Instruction], program: StageProgram) -> Held:
+        """Execute a row of forwards whose backwards may come, now or later or never.
+
+        The caller begins the step, once for all runs that overlap.
+
+        Raises:
+            CommunicationError: As `run`.
+            Exception: As `run`.
+        """
+        held: dict[tuple[int, int], _Saved] = {}
+        self._walk(row, program, training=True, keep=held)
+        return Held(held)
+
+    def run_backward(self, row: Sequence[Instruction], program: StageProgram, held: Held) -> None:
+        """Execute a row of backwards; ``held`` stays as it is, so this may be done again.
+
+        Raises:
+            CommunicationError: As `run`.
+            Exception: As `run`.
+        """
+        self._saved = {key: replace(saved, retain=True) for key, saved in held.saved.items()}
+        self._walk(row, program, training=True)
+
+    def _walk(
+        self,
+        row: Sequence[Instruction],
+        program: StageProgram,
+        *,
+        training: bool,
+        keep: dict[tuple[int, int], _Saved] | None = None,
+    ) -> None:
         try:
             for instruction in row:
                 self._step(instruction, program, training=training)
+            if keep is not None:
+                keep.update(self._saved)
+                for (stage, _), saved in keep.items():
+                    if saved.sent is not None:
+                        self._sends.append((stage, self._positions[stage + 1], saved.sent))
+                        saved.sent = None
             while self._sends:
                 self._reap()
         finally:
@@ -181,7 +251,7 @@ class Executor:
                 if saved.loss is not None:
                     program.backward(micro_batch, saved.loss)
             elif saved.edges:
-                torch.autograd.backward(saved.edges, gradients)
+                torch.autograd.backward(saved.edges, gradients, retain_graph=saved.retain)
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise

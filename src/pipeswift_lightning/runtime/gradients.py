@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["broadcast_tensors", "reduce_gradients"]
+__all__ = ["broadcast_tensors", "own_gradients", "reduce_gradients", "sum_gradients"]
 
 _BUCKET_BYTES = 25 << 20
 
@@ -97,6 +99,38 @@ def _chunks(tensors: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 @torch.no_grad()
+def sum_gradients(
+    gradients: Sequence[Tensor | None], like: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[Tensor | None]:
+    """Return the sums of gradients over the ranks of ``group``; equal to the last bit on all.
+
+    Args:
+        gradients: Of each tensor; ``None`` where this rank has none.
+        like: The tensors.
+        group: The ranks, each of which has the same tensors.
+
+    Returns:
+        The sums; ``None`` where no rank has a gradient.
+    """
+    result: list[Tensor | None] = [None] * len(like)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in like):
+        chosen = [i for i, tensor in enumerate(like) if tensor.dtype is dtype]
+        mine = [gradients[i] for i in chosen]
+        parts = [
+            (torch.zeros_like(like[i]) if g is None else g).reshape(-1)
+            for i, g in zip(chosen, mine, strict=True)
+        ]
+        flags = parts[0].new_tensor([float(g is not None) for g in mine])
+        flat = torch.cat([*parts, flags])
+        dist.all_reduce(flat, group=group)
+        *sums, found = torch.split(flat, [*(part.numel() for part in parts), len(parts)])
+        for i, total, flag in zip(chosen, sums, found.tolist(), strict=True):
+            if flag:
+                result[i] = total.view_as(like[i])
+    return result
+
+
+@torch.no_grad()
 def broadcast_tensors(
     tensors: Iterable[Tensor], source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
@@ -108,3 +142,26 @@ def broadcast_tensors(
         dist.broadcast(staged, src=source, group=group)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
+
+
+@contextmanager
+def own_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let a block collect gradients of its own in ``.grad``, unseen by the parameters' hooks."""
+    held = [p.grad for p in parameters]
+    tables = [t for p in parameters for t in (p._backward_hooks, _after_hooks(p)) if t]
+    hooks = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, held, strict=True):
+            parameter.grad = gradient
+        for table, saved in zip(tables, hooks, strict=True):
+            table.update(saved)
+
+
+def _after_hooks(parameter: nn.Parameter) -> Any:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)

@@ -1,6 +1,6 @@
 """The call of the network within the user's step: stop there, or answer it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,35 @@ class NetworkCall:
         """Say that a step called the network again."""
         return (
             f"{self.name} is called twice in one step. Rule: the pipelined network is "
-            "called exactly once in each step. Remedy: call it once, on the concatenated inputs"
+            "called exactly once in each step, unless every rank runs the whole step. Remedy: "
+            'call it once, on the concatenated inputs, or PipeSwiftStrategy(loss="transparent")'
+        )
+
+    def out_of_order(self, index: int, position: int, order: Sequence[int]) -> str:
+        """Say that a step called a layer where its first step did not."""
+        seen = order.index(index) < position if index in order else False
+        what = "a second time" if seen else "out of order"
+        return (
+            f"layer {index} of {self.name} is called {what} (call {position} of this "
+            f"step; its first step called layers in the order {tuple(order)}). Rule: every step "
+            f"calls {self.name} exactly once, and its layers in one order. Remedy: make the order "
+            "independent of the batch, or return coarser layers from configure_pipeline()"
+        )
+
+    def outside(self, index: int) -> str:
+        """Say that a layer of another stage is called where no stage waits for it."""
+        if self.answer is not None:
+            return (
+                f"layer {index} of {self.name} is called by itself, and its parameters live on "
+                f"another stage. Rule: the step calls {self.name} as a whole. Remedy: name the "
+                "parts that it calls, as in "
+                'PipeSwiftStrategy(network=["model.encoder", "model.decoder"])'
+            )
+        return (
+            f"layer {index} of {self.name} is called outside a step, and its "
+            "parameters live on another stage. Rule: while the strategy is set up, the "
+            "network runs inside training, validation, test and predict steps only. Remedy: "
+            "call it in one of those steps, or after the Trainer has finished"
         )
 
 

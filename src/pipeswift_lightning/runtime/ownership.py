@@ -41,16 +41,29 @@ class ParameterTable:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The stages that own each parameter and buffer, by canonical name."""
+    """The stages that own each parameter and buffer, by canonical name.
+
+    Attributes:
+        parameters: Stages of each parameter.
+        buffers: Stage of each buffer.
+        replicated: Parameters whose every owner computes the whole gradient by itself.
+    """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, int]
+    replicated: frozenset[str] = frozenset()
+
+    @classmethod
+    def everywhere(cls, table: ParameterTable, num_stages: int) -> "Owners":
+        """Return owners by which every stage has all, and computes with all of it."""
+        stages = tuple(range(num_stages))
+        return cls(dict.fromkeys(table.aliases, stages), {}, frozenset(table.aliases))
 
     def shared(self) -> dict[tuple[int, ...], list[str]]:
-        """Parameters with several owners, by owners."""
+        """Parameters whose gradients are summed over several owners, by owners."""
         result: dict[tuple[int, ...], list[str]] = {}
         for name, stages in self.parameters.items():
-            if len(stages) > 1:
+            if len(stages) > 1 and name not in self.replicated:
                 result.setdefault(stages, []).append(name)
         return result
 
@@ -153,6 +166,7 @@ class LocalShare:
         """
         replica = groups.coordinate.replica
         parameters = dict(self.module.named_parameters())
+        returned: dict[str, nn.Parameter] = {}
         for name, stages in self.owners.parameters.items():
             if name in self.divided:
                 continue
@@ -162,11 +176,25 @@ class LocalShare:
                 original = self._given_up.pop(name)
                 # On the host: the whole module need not fit the device.
                 original.data = torch.empty_like(parameter, device="cpu")
-                original.requires_grad_(parameter.requires_grad)
                 self._place(name, original)
-                parameter = original
+                parameter = returned[name] = original
             broadcast_tensors([parameter.data], source, groups.pipeline, device)
+        self._bring_back_flags(groups, parameters, returned)
         self._bring_back_buffers(groups)
+
+    def _bring_back_flags(
+        self,
+        groups: MeshGroups,
+        parameters: Mapping[str, nn.Parameter],
+        returned: Mapping[str, nn.Parameter],
+    ) -> None:
+        """Ask the owners which parameters need a gradient: optimizers are toggled there only."""
+        own = {n: p.requires_grad for n, p in parameters.items() if n not in returned}
+        every: list[dict[str, bool]] = [{} for _ in range(groups.mesh.num_stages)]
+        dist.all_gather_object(every, own, group=groups.pipeline)
+        flags = {name: flag for part in every for name, flag in part.items()}
+        for name, parameter in returned.items():
+            parameter.requires_grad_(flags[name])
 
     def _bring_back_buffers(self, groups: MeshGroups) -> None:
         """Fetch buffers as objects: a step may have made them, or changed their shapes."""
@@ -198,6 +226,11 @@ class LocalShare:
         """The parameters that this stage owns, by canonical name."""
         mine = set(self.owners.of_stage(self.stage))
         return {n: p for n, p in self.module.named_parameters() if n in mine}
+
+    def counted(self) -> set[int]:
+        """``id`` of the parameters of which this stage is the first owner."""
+        owners = self.owners.parameters
+        return {id(p) for name, p in self.local().items() if owners[name][0] == self.stage}
 
     def shared_groups(self, groups: MeshGroups) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
         """The parameters that this stage shares with others, by the owners' group."""

@@ -41,6 +41,9 @@ class StepTrace:
         digests: For each gap, what its operations were.
         calls_network: Whether the step calls the network itself, not its layers one by one.
         returns_scalar: Whether the network returns a scalar, such as a loss of its own.
+        returned_rows: The first dims of the tensors that the network returns; -1 for a scalar.
+        only_whole: What the step was seen to do that it can do only where every rank runs it
+            whole: calling the network once more, say. Empty, if nothing was seen.
     """
 
     order: tuple[int, ...]
@@ -52,6 +55,8 @@ class StepTrace:
     digests: Mapping[int, int] = field(default_factory=dict)
     calls_network: bool = True
     returns_scalar: bool = False
+    returned_rows: frozenset[int] = frozenset()
+    only_whole: str = ""
 
     @property
     def num_layers(self) -> int:

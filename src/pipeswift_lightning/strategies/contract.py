@@ -15,7 +15,15 @@ from pipeswift_lightning.runtime.mesh import Mesh
 from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.optimizers import unwrapped
 
-__all__ = ["ContractError", "check_layers", "check_module", "check_optimizers", "one_optimizer"]
+__all__ = [
+    "ContractError",
+    "check_callbacks",
+    "check_layers",
+    "check_module",
+    "check_optimizers",
+    "one_optimizer",
+    "pipelined",
+]
 
 
 class ContractError(RuntimeError):
@@ -23,9 +31,10 @@ class ContractError(RuntimeError):
 
 
 _SEVERAL = (
-    "configure_optimizers returned several optimizers. Rule: a pipeline steps one optimizer a "
-    "batch, by automatic optimisation. Remedy: put all parameters into the groups of one optimizer "
-    '(each group may have its own learning rate), or strategy="ddp" for this module'
+    "configure_optimizers returned several optimizers. Rule: automatic optimisation steps one "
+    "optimizer a batch. Remedy: set self.automatic_optimization = False and step them in "
+    "training_step, or put all parameters into the groups of one optimizer (each group may have "
+    "its own learning rate)"
 )
 
 
@@ -54,6 +63,17 @@ def check_layers(network: PipelinedNetwork, mesh: Mesh) -> None:
     layers, name = network.layers, network.name
     num_layers = len(layers)
     _check_not_compiled([network.module, *layers], name)
+    _check_hooks(layers, mesh, name)
+    if mesh.num_stages > num_layers:
+        msg = (
+            f"{name} has {num_layers} layers, but {mesh.num_stages} stages are asked for. Rule: "
+            f"each stage has a layer. Remedy: stages={num_layers} or fewer (devices beyond that "
+            "replicate the pipeline), or return finer layers from configure_pipeline()"
+        )
+        raise ContractError(msg)
+
+
+def _check_hooks(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
     hooked = [i for i, layer in enumerate(layers) if layer._forward_pre_hooks]
     if mesh.num_stages > 1 and hooked:
         msg = (
@@ -61,13 +81,6 @@ def check_layers(network: PipelinedNetwork, mesh: Mesh) -> None:
             "weight_norm, say), which would see values of other stages. Remedy: use "
             "torch.nn.utils.parametrizations, or put the layer into a module of its own, such as "
             "nn.Sequential(layer) within the block"
-        )
-        raise ContractError(msg)
-    if mesh.num_stages > num_layers:
-        msg = (
-            f"{name} has {num_layers} layers, but {mesh.num_stages} stages are asked for. Rule: "
-            f"each stage has a layer. Remedy: stages={num_layers} or fewer (devices beyond that "
-            "replicate the pipeline), or return finer layers from configure_pipeline()"
         )
         raise ContractError(msg)
 
@@ -83,21 +96,38 @@ def _check_not_compiled(modules: Sequence[nn.Module], name: str) -> None:
         raise ContractError(msg)
 
 
-def check_module(module: LightningModule, *, fitting: bool) -> None:
-    """Check what can be seen before the first batch.
+def pipelined(networks: Sequence[PipelinedNetwork], mesh: Mesh) -> list[PipelinedNetwork]:
+    """Return the networks that have a layer for each stage; the others stay whole everywhere.
 
     Raises:
-        ContractError: Manual optimisation.
+        ContractError: There are none, one was built on the meta device or is compiled, or a layer
+            has a forward pre-hook.
     """
-    if fitting and not module.automatic_optimization:
+    found = [n for n in networks if len(n.layers) >= mesh.num_stages and n.has_forward]
+    for network in found:
+        check_layers(network, mesh)
+        if mesh.num_stages > 1 and any(p.is_meta for p in network.parameters()):
+            msg = (
+                f"{network.name} was built on the meta device, and every rank runs whole steps. "
+                "Rule: there, a network has its data from the start. Remedy: build it with data, "
+                "or let each step call one network once, under automatic optimisation"
+            )
+            raise ContractError(msg)
+    if not found:
+        layers = ", ".join(f"{n.name} has {len(n.layers)} layers" for n in networks)
+        most = max(len(n.layers) for n in networks)
         msg = (
-            f"{type(module).__name__} sets automatic_optimization=False. Rule: the pipeline runs "
-            "forward and backward of several micro-batches interleaved, so training_step cannot "
-            "call manual_backward() or step optimizers itself (GANs and other modules with "
-            "several optimizers). Remedy: use automatic optimisation with one optimizer, or "
-            'strategy="ddp" for this module'
+            f"{layers}, but {mesh.num_stages} stages are asked for. Rule: of the networks that a "
+            f"step calls, one has a layer for each stage. Remedy: stages={most} or fewer (devices "
+            "beyond that replicate the pipeline), or return finer layers from "
+            'configure_pipeline(), or PipeSwiftStrategy(network="self")'
         )
         raise ContractError(msg)
+    return found
+
+
+def check_module(module: LightningModule, *, fitting: bool) -> None:
+    """Warn of what can be seen before the first batch."""
     batch_norms = [
         name
         for name, child in module.named_modules()
@@ -129,13 +159,14 @@ def check_callbacks(callbacks: Sequence[object], mesh: Mesh) -> None:
             raise ContractError(msg)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:
     """Check what ``configure_optimizers`` returned.
 
     Raises:
-        ContractError: Several optimizers, or one that evaluates the step more than once.
+        ContractError: Several optimizers under automatic optimisation, or one that evaluates the
+            step more than once.
     """
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and module.automatic_optimization:
         raise ContractError(_SEVERAL)
     for optimizer in optimizers:
         if isinstance(unwrapped(optimizer), torch.optim.LBFGS):

@@ -1,10 +1,11 @@
 """Hold a step's gradients between the pipeline's run and Lightning's backward."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["GradientHandover"]
+__all__ = ["GradientHandover", "with_leaf_loss"]
 
 
 class GradientHandover:
@@ -43,3 +44,12 @@ class GradientHandover:
                 held = parameter.grad
                 parameter.grad = gradient if held is None else held.add_(gradient)
         self._new = {}
+
+
+def with_leaf_loss(output: Any) -> Any:
+    """Give Lightning a loss that it may call backward on; the gradients are already there."""
+    if isinstance(output, Tensor):
+        return output.detach().requires_grad_()
+    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
+        return {**output, "loss": output["loss"].detach().requires_grad_()}
+    return output

@@ -2,8 +2,10 @@
 
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
+from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.loss_scope import (
     NOTHING_FITS,
     LossPolicy,
@@ -27,7 +30,7 @@ from pipeswift_lightning.strategies.loss_scope import (
 )
 from pipeswift_lightning.strategies.loss_weights import Rule, rules_for, shares
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
-from pipeswift_lightning.strategies.records import MergedLog, replay
+from pipeswift_lightning.strategies.records import MergedLog, logged_alike, replay
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
@@ -47,6 +50,19 @@ class StepHook(IntEnum):
     def method(self) -> str:
         """Name of the LightningModule's method."""
         return f"{self.name.lower()}_step"
+
+
+def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any]:
+    """Return the precision plugin's context for a hook."""
+    match hook:
+        case StepHook.TRAINING:
+            return precision.train_step_context()
+        case StepHook.VALIDATION:
+            return precision.val_step_context()
+        case StepHook.TEST:
+            return precision.test_step_context()
+        case StepHook.PREDICT:
+            return precision.predict_step_context()
 
 
 class StepRunner:
@@ -82,13 +98,32 @@ class StepRunner:
         """Run one step; returns what the user's step would have returned for the whole batch."""
         self._session.progress.mark(f"preparing {hook.method}")
         batch, *rest = args
+        if self._runs_whole():
+            return self._run_whole(hook, args, precision)
         call = self._call(hook, batch, tuple(rest), precision)
-        call, scope, counted = self._scope(hook, call)
+        trace = self._session.look_at(call)
+        if self._runs_whole():  # as the look has shown to be needed
+            return self._run_whole(hook, args, precision)
+        call, scope, counted = self._scope(hook, call, trace)
         program = self._session.run(call, scope)
         output, logs = self._share(program, counted)
         replicated = self._session.groups.mesh.num_replicas > 1
         replay(self._module, logs, self._session.device, replicated=replicated)
         return output
+
+    def _runs_whole(self) -> bool:
+        return self._session.transparent is not None
+
+    def _run_whole(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
+        """Run the user's step itself: every rank has what it needs for it."""
+        session = self._session
+        replicated = session.groups.mesh.num_replicas > 1
+        with (
+            session.whole_step(hook.method, args[0], self._seeds(hook)),
+            logged_alike(self._module, replicated=replicated),
+            _context(hook, precision),
+        ):
+            return getattr(self._module, hook.method)(*args)
 
     def _call(
         self, hook: StepHook, batch: Any, rest: tuple[Any, ...], precision: Precision
@@ -105,12 +140,6 @@ class StepRunner:
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer
-        contexts = {
-            StepHook.TRAINING: precision.train_step_context,
-            StepHook.VALIDATION: precision.val_step_context,
-            StepHook.TEST: precision.test_step_context,
-            StepHook.PREDICT: precision.predict_step_context,
-        }
         return StepCall(
             hook=hook.method,
             batch=batch,
@@ -119,7 +148,7 @@ class StepRunner:
             sizes=plan.sizes,
             seed=self._seeds(hook),
             loss_divisor=trainer.accumulate_grad_batches if training else 1,
-            context=contexts[hook],
+            context=partial(_context, hook, precision),
             scale=_scale(precision),
             trainable=zlib.crc32(bytes(p.requires_grad for p in self._module.parameters())),
         )
@@ -131,12 +160,13 @@ class StepRunner:
         replica = self._session.groups.coordinate.replica
         return (self._seed, replica, hook, step, self._evaluations)
 
-    def _scope(self, hook: StepHook, call: StepCall) -> tuple[StepCall, LossScope, Shares | None]:
+    def _scope(
+        self, hook: StepHook, call: StepCall, trace: StepTrace | None
+    ) -> tuple[StepCall, LossScope, Shares | None]:
         """Choose what the loss sees, and the shares that a check of this step compares.
 
         Evaluation sees whole batches: that costs only outputs.
         """
-        trace = self._session.look_at(call)
         if trace is None or len(call.sizes) == 1:
             return call, LossScope.PER_SAMPLE, None
         whole = self._options.loss is not LossScope.PER_SAMPLE

@@ -61,13 +61,17 @@ def returned(output: Any) -> Any:
 def initialiser(module: nn.Module) -> Callable[[nn.Module], bool]:
     """Return a function that initialises a small module of ``module``, if it knows how.
 
-    Within a Hugging Face model its ``_init_weights`` does, elsewhere ``reset_parameters``.
+    Within a Hugging Face model its ``_init_weights`` does, elsewhere ``reset_parameters``; adapters
+    of ``peft`` have rules of their own (LoRA begins with no change to the model).
     """
+    adapters = _adapters(module)
     owner: dict[int, Any] = {}
     for model in _pretrained(module):  # inner models come later, and have the last word
         owner.update({id(child): model for child in model.modules()})
 
     def initialise(child: nn.Module) -> bool:
+        if id(child) in adapters:
+            return _initialise_adapter(child, *adapters[id(child)])
         if id(child) in owner:
             owner[id(child)]._init_weights(child)
             return True
@@ -78,6 +82,47 @@ def initialiser(module: nn.Module) -> Callable[[nn.Module], bool]:
         return True
 
     return initialise
+
+
+def _adapters(module: nn.Module) -> dict[int, tuple[Any, Any]]:
+    """Return the layer and the configurations of each small module of an adapter, by ``id``."""
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    found: dict[int, tuple[Any, Any]] = {}
+    for model in module.modules():
+        if not isinstance(model, peft.PeftModel):
+            continue
+        for layer in model.modules():
+            if not isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+                continue
+            base = {id(child) for child in layer.get_base_layer().modules()}
+            found.update(
+                (id(child), (layer, model.peft_config))
+                for child in layer.modules()
+                if id(child) not in base
+            )
+    return found
+
+
+def _initialise_adapter(child: nn.Module, layer: Any, configs: Any) -> bool:
+    """Initialise one part of a LoRA layer by the layer's own rule; other adapters are not known."""
+    reset = getattr(layer, "reset_lora_parameters", None)
+    holders = [h for h in layer.children() if isinstance(h, nn.ModuleDict)]
+    adapter = next((n for holder in holders for n, part in holder.items() if part is child), None)
+    if reset is None or adapter is None:
+        return False
+    rule = configs[adapter].init_lora_weights
+    if not rule:
+        child.reset_parameters()  # type: ignore[operator]
+        return True
+    mine = {id(p) for p in child.parameters()}
+    others = [p for p in layer.parameters() if id(p) not in mine and not p.is_meta]
+    kept = [p.detach().clone() for p in others]
+    reset(adapter, rule)
+    for parameter, before in zip(others, kept, strict=True):
+        parameter.data.copy_(before)
+    return True
 
 
 @contextmanager

@@ -31,7 +31,8 @@ class SharedMetrics:
         groups: The mesh's groups.
         device: Where values go.
         progress: Read by the watchdog.
-        in_step: Whether a step runs; within one, ``compute`` stays local.
+        in_step: Whether a step runs; within one, ``compute`` stays local. So it does always where
+            every rank runs whole steps, and has the state.
     """
 
     def __init__(

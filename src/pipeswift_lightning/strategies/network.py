@@ -1,17 +1,20 @@
 """Find the pipelined network in a LightningModule, and the ordered layers in it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
+from itertools import combinations
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
+from torchmetrics import Metric
 from typing_extensions import override
 
 from pipeswift_lightning.strategies.hugging_face import blocks
 
-__all__ = ["NetworkError", "PipelinedNetwork", "find_network"]
+__all__ = ["NetworkError", "PipelinedNetwork", "chained", "find_network", "find_networks"]
 
 _USUAL_NAMES = ("model", "net", "network")
 _SELF = "self"
@@ -37,6 +40,12 @@ class PipelinedNetwork:
     module: nn.Module
     layers: tuple[nn.Module, ...]
     chain: bool = field(default=False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the network and of its layers."""
+        yield from self.module.parameters()
+        for layer in self.layers:
+            yield from layer.parameters()
 
     @property
     def has_forward(self) -> bool:
@@ -70,6 +79,57 @@ def find_network(module: LightningModule, name: str | None) -> PipelinedNetwork:
     found = blocks(network)
     layers = found if len(found) > 1 else _registered_layers(network) or (network,)
     return PipelinedNetwork(shown, network, layers)
+
+
+def find_networks(
+    module: LightningModule, names: Sequence[str] | None
+) -> tuple[PipelinedNetwork, ...]:
+    """Return every network of ``module`` that may be pipelined, for steps that call several.
+
+    Without names these are the child modules with parameters; of a ``nn.ModuleList`` or
+    ``nn.ModuleDict``, which cannot be called, its members. If the module itself defines
+    ``configure_pipeline()``, what `find_network` finds is the only one.
+
+    Args:
+        module: The user's module.
+        names: Attributes of the networks, as for `find_network`.
+
+    Raises:
+        NetworkError: A name does not fit, or one network holds another.
+    """
+    if names is None and _hook(module) is None:
+        names = list(_callable_children(module))
+    networks = [find_network(module, name) for name in names or (None,)]
+    for a, b in combinations(networks, 2):
+        if {id(p) for p in a.module.modules()} & {id(p) for p in b.module.modules()}:
+            msg = (
+                f"{a.name} and {b.name} are to be pipelined, but they have modules in common. "
+                "Rule: pipelined networks lie beside each other. Remedy: name one of them"
+            )
+            raise NetworkError(msg)
+    return tuple(networks)
+
+
+def _callable_children(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    for name, child in module.named_children():
+        if isinstance(child, Metric) or not any(True for _ in child.parameters()):
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _callable_children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def chained(network: PipelinedNetwork) -> dict[str, Any]:
+    """Return the attributes to set on the network's module, so that a call runs its layers."""
+    return {"forward": partial(_run_chain, network.layers)} if network.chain else {}
+
+
+def _run_chain(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    value = layers[0](*args, **kwargs)
+    for layer in layers[1:]:
+        value = layer(value)
+    return value
 
 
 def _find_module(module: LightningModule, name: str | None) -> tuple[str, nn.Module]:

@@ -1,7 +1,8 @@
 """Keep each optimizer to the parameters that live on this stage, and remember them by name."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
@@ -11,12 +12,24 @@ from torch.optim import Optimizer
 
 from pipeswift_lightning.runtime.ownership import ParameterTable
 
-__all__ = ["OptimizerNames", "clip_by_global_norm", "unwrapped"]
+__all__ = ["OptimizerNames", "StageOptimizers", "clip_by_global_norm", "unwrapped"]
 
 
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """Return the torch optimizer."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+class StageOptimizers(Protocol):
+    """The optimizers, of which each stage keeps its part."""
+
+    def keep_local(self) -> None:
+        """Let go of parameters that are not here."""
+        ...
+
+    def made_whole(self) -> AbstractContextManager[None]:
+        """Return a context in which all parameters come back; their state comes with them."""
+        ...
 
 
 class OptimizerNames:
@@ -71,6 +84,15 @@ class OptimizerNames:
                         if id(parameter) not in kept:
                             inner.state.pop(parameter, None)
                     group["params"] = local
+
+    def restore(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+        """Put all parameters back into the groups, and forget the optimizers' state."""
+        self._parameters = parameters = dict(module.named_parameters())
+        for optimizer, groups in zip(optimizers, self.groups, strict=True):
+            inner = unwrapped(optimizer)
+            inner.state.clear()
+            for group, names in zip(inner.param_groups, groups, strict=True):
+                group["params"] = [parameters[name] for name in names]
 
     def local_state(
         self, index: int, optimizer: Optimizer, state: Mapping[str, Any]

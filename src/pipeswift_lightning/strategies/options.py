@@ -1,7 +1,7 @@
 """What a user may choose about the pipeline."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ class LossScope(StrEnum):
     AUTO = "auto"
     PER_SAMPLE = "per_sample"
     WHOLE_BATCH = "whole_batch"
+    TRANSPARENT = "transparent"
 
 
 class LossWeight(StrEnum):
@@ -53,6 +54,7 @@ class PipelineOptions:
     loss: LossScope = LossScope.AUTO
     loss_weight: LossWeight = LossWeight.AUTO
     receive_window: int | None = None
+    network: tuple[str, ...] | None = None
     recompute: bool | tuple[int, ...] | int = False
     compile: tuple[tuple[str, Any], ...] | None = None
 
@@ -93,6 +95,7 @@ class PipelineOptions:
         loss: str,
         loss_weight: str,
         receive_window: int | None,
+        network: str | Sequence[str] | None,
         recompute: Sequence[int] | int | bool,
         compile: bool | str | Mapping[str, Any],
     ) -> "PipelineOptions":
@@ -121,6 +124,7 @@ class PipelineOptions:
             loss=LossScope(loss),
             loss_weight=LossWeight(loss_weight),
             receive_window=receive_window,
+            network=(network,) if isinstance(network, str) else tuple(network) if network else None,
             compile=_compile_settings(compile),
             recompute=recompute if isinstance(recompute, int) else tuple(recompute),
         )
@@ -163,6 +167,22 @@ class PipelineOptions:
         if batch_size < wanted and not may_be_smaller:
             _too_small(batch_size, wanted)
         return MicroBatches(split_batch_size(batch_size, min(wanted, batch_size)))
+
+    def call_sizes(self, num_samples: int, num_stages: int) -> MicroBatches:
+        """Return the micro-batches of one call of a network, which may see any number of samples.
+
+        Listed sizes hold for calls of as many samples; others get as many micro-batches.
+
+        Example:
+            >>> PipelineOptions(micro_batches=(3, 1)).call_sizes(8, num_stages=2).sizes
+            (4, 4)
+        """
+        wanted = self.micro_batches
+        if isinstance(wanted, tuple) and num_samples > sum(wanted):
+            wanted = len(wanted)
+        return replace(self, micro_batches=wanted).sizes(
+            num_samples, num_stages, may_be_smaller=True
+        )
 
     @staticmethod
     def _listed_sizes(

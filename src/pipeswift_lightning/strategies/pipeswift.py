@@ -21,10 +21,11 @@ from typing_extensions import override
 
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
+from pipeswift_lightning.strategies.choice import choose_networks
+from pipeswift_lightning.strategies.clipping import clip_globally
 from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
-    check_layers,
     check_module,
     check_optimizers,
     one_optimizer,
@@ -33,11 +34,10 @@ from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
-from pipeswift_lightning.strategies.handover import GradientHandover
+from pipeswift_lightning.strategies.handover import GradientHandover, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
-from pipeswift_lightning.strategies.network import find_network
 from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
-from pipeswift_lightning.strategies.optimizers import clip_by_global_norm, unwrapped
+from pipeswift_lightning.strategies.optimizers import unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step_clock import StepClock
@@ -49,8 +49,8 @@ class PipeSwiftStrategy(ObservedStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
-    its own layers, the last one the user's loss. Gradients, metrics and checkpoints are those of
-    one device.
+    its own layers, the last one the user's loss. Or it runs whole on each device, and only the
+    networks' calls are cut. Gradients, metrics and checkpoints are those of one device.
 
     Args:
         stages: Number of pipeline stages. ``None`` makes every device a stage; fewer than devices
@@ -62,11 +62,14 @@ class PipeSwiftStrategy(ObservedStrategy):
             latency and variance, and keeps more micro-batches in memory).
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
+            Several names, or ``None`` where every rank runs whole steps: several networks.
         partition: Number of layers of each stage. ``None`` balances their estimated cost.
         loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
             each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
             not (a contrastive loss): it runs once on all outputs, with every micro-batch in
-            flight. ``"auto"`` compares the two in the first steps, and now and then.
+            flight. ``"transparent"`` if the step calls a network several times or optimises by
+            hand: every rank runs the whole step. ``"auto"`` takes this where the module needs it;
+            else it compares the other two in the first steps, and now and then.
         loss_weight: What a micro-batch's loss counts by, among those of its batch: its
             ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
             Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
@@ -111,7 +114,7 @@ class PipeSwiftStrategy(ObservedStrategy):
         micro_batches: int | str | Sequence[int] | None = "auto",
         schedule: str = "1f1b",
         warm_up: Sequence[int] | float | None = None,
-        network: str | None = None,
+        network: str | Sequence[str] | None = None,
         partition: Sequence[int] | None = None,
         loss: str = "auto",
         loss_weight: str = "auto",
@@ -140,6 +143,7 @@ class PipeSwiftStrategy(ObservedStrategy):
                 loss=loss,
                 loss_weight=loss_weight,
                 receive_window=receive_window,
+                network=network,
                 recompute=recompute,
                 compile=compile,
             ),
@@ -152,7 +156,6 @@ class PipeSwiftStrategy(ObservedStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._network_name = network
         self._weights = weights
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
@@ -171,8 +174,7 @@ class PipeSwiftStrategy(ObservedStrategy):
         check_callbacks(trainer.callbacks, self.mesh)  # type: ignore[attr-defined]
         # A module may make its layers only in these hooks, which run on every rank.
         if not any(is_overridden(hook, module) for hook in ("setup", "configure_model")):
-            network = find_network(module, self._network_name)
-            check_layers(network, self.mesh)
+            choose_networks(module, self.options, self.mesh)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -183,33 +185,35 @@ class PipeSwiftStrategy(ObservedStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         check_module(module, fitting=fitting)
         self.precision_plugin.convert_module(module)
-        network = find_network(module, self._network_name)
-        check_layers(network, self.mesh)
+        networks, why = choose_networks(module, self.options, self.mesh)
         self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
         self._equalise(module)
         self._session = PipelineSession(
             module,
-            network,
+            networks[0],
             self.groups,
             self.options,
             self.root_device,
             self._watch.progress,
-            self._keep_local,
+            self,
         )
         self._steps = StepRunner(self._session, self.options)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
+            check_optimizers(module, self.optimizers)
             self._names.remember(module, self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._clip_globally()
+            assert self._collectives is not None
+            clip_globally(self.precision_plugin, self._session, self._collectives)
             self._scale_globally()
             if DeferredRequeue.needed(trainer):
                 trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
+        if why is not None:
+            self._session.make_transparent(networks, why)
         self._session.open()
         self._clock.data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
 
@@ -231,24 +235,6 @@ class PipeSwiftStrategy(ObservedStrategy):
         else:
             move_buffers(self.lightning_module, self.root_device)
 
-    def _clip_globally(self) -> None:
-        """Make norm clipping see all stages.
-
-        The plugin's instance is patched, not its class: the class's name is a checkpoint key.
-        """
-        plugin = self.precision_plugin
-
-        collectives, session = self._collectives, self.session
-        assert collectives is not None
-
-        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            clip_by_global_norm(
-                parameters, clip_val, session.counted_parameters(), collectives.sum_over_stages
-            )
-
-        plugin.__dict__["clip_grad_by_norm"] = clip_grad_by_norm
-
     def _scale_globally(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
@@ -261,12 +247,16 @@ class PipeSwiftStrategy(ObservedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module = self.lightning_module
         assert module is not None
-        self._handover.begin(module)
+        aside = self.session.transparent is None
+        if aside:
+            self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
-        self._handover.end(self.session.local_parameters())
+        if aside:
+            self._handover.end(self.session.local_parameters())
         self._after_step()
         self._clock.computed(self.session)
-        return _with_leaf_loss(output)
+        # A step that every rank runs whole has a loss with a graph, for Lightning to walk.
+        return output if self.session.transparent is not None else with_leaf_loss(output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,14 +284,28 @@ class PipeSwiftStrategy(ObservedStrategy):
         """Hand the step's gradients over, between the hooks that Lightning calls around it."""
         module = self.lightning_module
         assert module is not None
+        if self.session.transparent is not None:
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
         # The hooks alone: a scaling plugin must not touch a loss that is only looked at.
         Precision.pre_backward(self.precision_plugin, closure_loss, module)
         self._handover.hand_over(self.session.local_parameters())
+        self._reduce_gradients()
+        return Precision.post_backward(self.precision_plugin, closure_loss, module)
+
+    def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kw: Any) -> Tensor:
+        """Walk the graph of a step that every rank has run whole."""
+        try:
+            result = super().backward(loss, optimizer, *args, **kw)
+        except CommunicationError as error:
+            raise self._watch.root_cause(error, self.mesh) from None
+        self._reduce_gradients()
+        return result
+
+    def _reduce_gradients(self) -> None:
         if self._sync_gradients:
             assert self._collectives is not None
             with self._clock.reducing(self.session):
                 self._collectives.guarded("reducing gradients", self.session.reduce_gradients)
-        return Precision.post_backward(self.precision_plugin, closure_loss, module)
 
     @override
     def optimizer_step(
@@ -378,12 +382,3 @@ class PipeSwiftStrategy(ObservedStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Pipeline parallelism (pipeswift-lightning)"
             )
-
-
-def _with_leaf_loss(output: Any) -> Any:
-    """Give Lightning a loss that it may call backward on; the gradients are already there."""
-    if isinstance(output, Tensor):
-        return output.detach().requires_grad_()
-    if isinstance(output, dict) and isinstance(output.get("loss"), Tensor):
-        return {**output, "loss": output["loss"].detach().requires_grad_()}
-    return output

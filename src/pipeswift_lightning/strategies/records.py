@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric
 
-__all__ = ["LogRecord", "MergedLog", "merge_outputs", "merge_records", "recorded", "replay"]
+__all__ = ["LogRecord", "MergedLog", "logged_alike", "merge_outputs", "merge_records"]
+__all__ += ["recorded", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,23 @@ def replay(
             value = metric
         options = entry.options if replicated else {**entry.options, "sync_dist": True}
         module.log(entry.name, value, **options)
+
+
+@contextmanager
+def logged_alike(module: LightningModule, *, replicated: bool) -> Iterator[None]:
+    """Let ``self.log`` log for real, where every rank of a pipeline logs the same."""
+    log = module.log
+    if not replicated:  # as in `replay`
+        module.__dict__["log"] = partial(_log_synced, log)
+    try:
+        yield
+    finally:
+        module.__dict__.pop("log", None)
+
+
+def _log_synced(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = dict(zip(_LOG_ARGUMENTS, args[2:], strict=False))
+    log(*args[:2], **{**given, **kwargs, "sync_dist": True})
 
 
 def merge_outputs(

@@ -1,27 +1,24 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-import socket
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
-from pipeswift_lightning.plan.clocks import align
 from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
-from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
+from pipeswift_lightning.runtime.batching import (
+    structure_of,
+)
 from pipeswift_lightning.runtime.communication import in_collective
-from pipeswift_lightning.runtime.compilation import Compilation
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.gradients import reduce_gradients
@@ -29,22 +26,26 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
-from pipeswift_lightning.runtime.recompute import Recomputation
 from pipeswift_lightning.runtime.recorder import Recorder
-from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
+from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
+from pipeswift_lightning.strategies.contract import pipelined
 from pipeswift_lightning.strategies.division import divided_names
 from pipeswift_lightning.strategies.hugging_face import returned, without_caches
+from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
+from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
 from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
-from pipeswift_lightning.strategies.network import PipelinedNetwork
+from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
+from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
-from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.stages import check_fits, choose_partition
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
+from pipeswift_lightning.strategies.step_times import gather_timeline
+from pipeswift_lightning.strategies.transparent import TransparentNetworks
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["PipelineSession"]
@@ -63,7 +64,7 @@ class PipelineSession:
         options: What the user chose.
         device: This rank's device.
         progress: Read by the watchdog.
-        on_assembled: Called once the module has been cut.
+        optimizers: Told when parameters have left this rank, or come back.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class PipelineSession:
         options: PipelineOptions,
         device: torch.device,
         progress: Progress,
-        on_assembled: Callable[[], None],
+        optimizers: StageOptimizers,
     ) -> None:
         self.module = module
         self.network = network
@@ -82,12 +83,13 @@ class PipelineSession:
         self.options = options
         self.device = device
         self.partition: Partition | None = None
-        self.share: LocalShare | None = None
+        self.transparent: TransparentNetworks | None = None
+        self._cut_share: LocalShare | None = None
         self.recorder = Recorder(groups.coordinate.stage)
         self.plan: Plan | None = None
         self.progress = progress
         self.recorded: RecordedPlan | None = None
-        self._on_assembled = on_assembled
+        self._optimizers = optimizers
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
         self.cut = LayerCut(
@@ -97,11 +99,10 @@ class PipelineSession:
             device=device,
             returned=returned,
         )
-        self._recomputation = Recomputation(network.layers)
-        self._compilation = Compilation(network.layers, dict(options.compile or ()))
+        self._wrappers = LayerWrappers(network, options)
         self._running = False
         self._changes = ExitStack()
-        self._metrics = SharedMetrics(module, groups, device, progress, lambda: self._running)
+        self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -120,6 +121,15 @@ class PipelineSession:
         """This rank's stage."""
         return self.groups.coordinate.stage
 
+    def _computes_here(self) -> bool:
+        """Whether a metric's value is computed here, not fetched from the last stage."""
+        return self._running or self.transparent is not None
+
+    @property
+    def share(self) -> LocalShare | None:
+        """What this rank holds; ``None`` while that is the whole module."""
+        return self._cut_share if self.transparent is None else self.transparent.share
+
     @property
     def is_last(self) -> bool:
         """Whether the user's loss runs here."""
@@ -127,13 +137,27 @@ class PipelineSession:
 
     def open(self) -> None:
         """Intercept the network's layers."""
-        if self.network.chain:
-            self.network.module.forward = partial(_run_chain, self.network.layers)
-        for wrapper in (self._compilation, self._recomputation):
-            wrapper.install()  # before the cut, which calls what it finds there
         self._changes.enter_context(without_caches(self.module))
-        self.cut.install()
         self._metrics.open()
+        if self.transparent is None:
+            self.network.module.__dict__.update(chained(self.network))
+            self._wrappers.install()  # before the cut, which calls what it finds there
+            self.cut.install()
+
+    def make_transparent(self, networks: Sequence[PipelinedNetwork], why: str) -> None:
+        """From now on let every rank run whole steps; only before the module has been cut."""
+        if self.cut.is_installed:
+            self._remove_cut()
+        self.transparent = TransparentNetworks(
+            self.module,
+            networks,
+            self.groups,
+            self.options,
+            self.device,
+            self._executor,
+            self._optimizers.keep_local,
+        )
+        self.transparent.open(why)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -161,7 +185,7 @@ class PipelineSession:
                 "loss": scope,
                 "weights": str(call.weighting),
             }
-            self._agree({**facts, **self._batch_facts(call)})
+            self._agree({**facts, **batch_facts(self.module, call.hook, call.batch)})
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
             self._running = True
@@ -170,6 +194,24 @@ class PipelineSession:
             finally:
                 self._running = False
         return program
+
+    @contextmanager
+    def whole_step(self, hook: str, batch: Any, seeds: tuple[int, ...]) -> Iterator[None]:
+        """Run a block as a step that every rank runs whole.
+
+        Raises:
+            DisagreementError: The ranks drew different batches.
+        """
+        assert self.transparent is not None
+        self.progress.step = (self.progress.step or 0) + 1
+        self._agree(batch_facts(self.module, hook, batch))
+        self.recorder.begin()
+        self._running = True
+        try:
+            with self.transparent.step(seeds):
+                yield
+        finally:
+            self._running = False
 
     def _execute(
         self, program: StepProgram | WholeBatchProgram, plan: Plan, *, training: bool
@@ -232,15 +274,6 @@ class PipelineSession:
             self.plan = plan
         return plan
 
-    def _batch_facts(self, call: StepCall) -> dict[str, str]:
-        trainer = self.module.trainer
-        return {
-            "hook": call.hook,
-            "batches in an epoch": str(trainer.num_training_batches),
-            "batch": describe_batch(call.batch),
-            "samples (checksum)": str(batch_checksum(call.batch)),
-        }
-
     def _agree(self, facts: Mapping[str, str]) -> None:
         if self.num_stages == 1:
             return
@@ -256,15 +289,30 @@ class PipelineSession:
             if len(call.sizes) == 1:
                 return None
         first = call.micro_batches[0]
-        key = (call.hook, self.module.training, _structure(first))
+        key = (call.hook, self.module.training, structure_of(first))
         trace = self._traces.get(key)
         if trace is None:
-            self._agree(self._batch_facts(call))
-            trace = self._discover(call, first)
+            self._agree(batch_facts(self.module, call.hook, call.batch))
+            trace = look_at_step(self.module, self.cut, self._metrics, call, first)
+            if trace.only_whole and self.options.loss is LossScope.AUTO:
+                self._undo_cut()
+                networks = find_networks(self.module, self.options.network)
+                why = f"{call.hook} {trace.only_whole}"
+                self.make_transparent(pipelined(networks, self.groups.mesh), why)
+                return trace
             if self.num_stages > 1:
                 self._fit_to(trace, call.hook)
             self._traces[key] = trace
         return trace
+
+    def _undo_cut(self) -> None:
+        """Make the module whole again: a step of another kind than before needs it so."""
+        share, self._cut_share, self.partition = self._cut_share, None, None
+        if share is not None:
+            if self.plan is not None and self.module.trainer.accumulate_grad_batches > 1:
+                raise CutError(LATE)  # gradients may be waiting, each on its stage
+            with self._optimizers.made_whole():
+                share.bring_back(self.groups, self.device)
 
     def _fit_to(self, trace: StepTrace, hook: str) -> None:
         if self.partition is None:
@@ -274,28 +322,11 @@ class PipelineSession:
             owners = self.share.owners
             check_fits(self.module, self.network, trace, hook, self._order, owners, self.partition)
 
-    def _discover(self, call: StepCall, first: Any) -> StepTrace:
-        step = call.bound(self.module, first)
-        versions = tensor_versions(first)
-        reseeder(self.device, *call.seed)(0, False)  # noqa: FBT003 -- a gap, not a layer
-        untouched = self._metrics.untouched()
-        with recorded(self.module), untouched, torch.no_grad(), call.context():
-            names = ParameterTable.of(self.module).names
-            trace = self.cut.discover(step, step_name=call.hook, names=names)
-        if tensor_versions(first) != versions:
-            msg = (
-                f"{call.hook} changes its batch in place. Rule: a step runs more than once on the "
-                "same batch (on each stage, and for its loss). Remedy: write x = x / 2 instead of "
-                "x /= 2"
-            )
-            raise CutError(msg)
-        return trace
-
     def _assemble_single(self) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
-            self._wrap(range(len(self.network.layers)))
-            self._on_assembled()
+            self._wrappers.choose(range(len(self.network.layers)), 0, 1)
+            self._optimizers.keep_local()
 
     def _assemble(self, trace: StepTrace) -> None:
         chosen = self.options.partition
@@ -303,23 +334,18 @@ class PipelineSession:
             chosen = self.recorded.layers_for(trace.num_layers)
         self.partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
         self._order = trace.order
-        self._wrap(trace.order[slice(*self._range())])
+        layers = trace.order[slice(*self._range())]
+        self._wrappers.choose(layers, self.stage, self.num_stages)
         owners = find_owners(
             self.module, self.network.module, self.network.layers, trace, self.partition
         )
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))
         table, divided = ParameterTable.of(self.module), divided_names(self.module)
-        self.share = LocalShare(self.module, owners, table, self.stage, divided)
-        self.share.give_up_foreign()
-        self.share.move_to(self.device)
-        self._on_assembled()
-
-    def _wrap(self, layers: Sequence[int]) -> None:
-        """Compile the stage's layers, and recompute the first: they are held longest."""
-        num = self.options.num_recomputed(self.stage, len(layers), self.num_stages)
-        self._recomputation.choose(layers[:num])
-        self._compilation.choose(layers if self.options.compile is not None else ())
+        self._cut_share = share = LocalShare(self.module, owners, table, self.stage, divided)
+        share.give_up_foreign()
+        share.move_to(self.device)
+        self._optimizers.keep_local()
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
@@ -328,6 +354,8 @@ class PipelineSession:
         if self.share is None:
             own = [p for p in self.module.parameters() if p.requires_grad]
             shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        elif self.transparent is not None:  # each call has summed its own already
+            own, shared = list(self.share.local().values()), {}
         else:
             shared = self.share.shared_groups(self.groups)
             in_shared = {id(p) for parameters in shared.values() for p in parameters}
@@ -345,41 +373,27 @@ class PipelineSession:
         """``id`` of the parameters that this stage counts in global norms: shared ones once."""
         if self.share is None:
             return {id(p) for p in self.module.parameters()}
-        owners = self.share.owners.parameters
-        return {id(p) for n, p in self.share.local().items() if owners[n][0] == self.stage}
+        return self.share.counted()
 
     def timeline(self) -> Timeline:
-        """The last step of this rank's pipeline, a rank a stage; collective over the pipeline."""
-        every: list[Any] = [None] * self.num_stages
-        mine = socket.gethostname(), self.recorder.events()
-        dist.all_gather_object(every, mine, group=self.groups.pipeline)
-        events = tuple(event for _, events in every for event in events)
-        timeline = Timeline(events=events, num_ranks=self.num_stages)
-        return align(timeline, [host for host, _ in every])
+        """The last step of this rank's pipeline; collective over the pipeline."""
+        return gather_timeline(self.recorder.events(), self.groups)
 
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""
         self._metrics.close()
-        self.cut.remove()
-        self._recomputation.remove()
-        self._compilation.remove()
         self._changes.close()
+        share = self.share
+        if self.transparent is not None:
+            self.transparent.close()
+        else:
+            self._remove_cut()
+        if bring_back and share is not None:
+            share.bring_back(self.groups, self.device)
+        self._cut_share = self.transparent = None
+
+    def _remove_cut(self) -> None:
+        self.cut.remove()
+        self._wrappers.remove()
         if self.network.chain:
             self.network.module.__dict__.pop("forward", None)
-        if bring_back and self.share is not None:
-            self.share.bring_back(self.groups, self.device)
-        self.share = None
-
-
-def _run_chain(layers: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    value = layers[0](*args, **kwargs)
-    for layer in layers[1:]:
-        value = layer(value)
-    return value
-
-
-def _structure(batch: Any) -> Hashable:
-    leaves, spec = tree_flatten(batch)
-    return str(spec), tuple(
-        (str(x.dtype), x.ndim) if isinstance(x, torch.Tensor) else type(x).__name__ for x in leaves
-    )

@@ -107,7 +107,7 @@ class ShardedStrategy(StateStrategy):
     ) -> Shard:
         mesh, place = self.mesh, self.groups.coordinate
         share = self._session.share if self._session is not None else None
-        self._keep_local()
+        self.keep_local()
         tensors = model_tensors(module, share, place, mesh.num_stages - 1)
         state, values = optimizer_tensors(self.optimizers, module)
         lightning_state = self._lightning_state(trainer, fresh=fresh)
@@ -278,8 +278,8 @@ class ShardedStrategy(StateStrategy):
         self._has_pending_optimizer_state = True
 
     @override
-    def _keep_local(self) -> None:
-        super()._keep_local()
+    def keep_local(self) -> None:
+        super().keep_local()
         if self._has_pending_optimizer_state:
             self._has_pending_optimizer_state = False
             self._load_optimizer_state()

@@ -1,6 +1,7 @@
 """A Lightning strategy whose module and optimizers are spread over stages: their state, whole."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class StateStrategy(MeshStrategy):
             raise RuntimeError(msg)
         return self._session
 
-    def _keep_local(self) -> None:
+    def keep_local(self) -> None:
+        """Take the parameters of other stages out of the optimizers."""
         assert self.lightning_module is not None
         share = self._session.share if self._session is not None else None
         if self._division is not None and share is not None:
@@ -74,6 +76,17 @@ class StateStrategy(MeshStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
+    @contextmanager
+    def made_whole(self) -> Iterator[None]:
+        """Give every rank whole optimizers, after a block that brings all parameters back."""
+        states = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+        yield
+        assert self.lightning_module is not None
+        self._names.restore(self.optimizers, self.lightning_module)
+        for optimizer, state in zip(self.optimizers, self.broadcast(states), strict=True):
+            optimizer.load_state_dict(state)
+            _optimizers_to_device([optimizer], self.root_device)
+
     # -- checkpoints --------------------------------------------------------------------------
 
     @override
@@ -90,7 +103,7 @@ class StateStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self._groups is None:
             return super().optimizer_state(optimizer)
-        self._keep_local()  # a callback may have added groups
+        self.keep_local()  # a callback may have added groups
         index = next(i for i, o in enumerate(self.optimizers) if _same(o, optimizer))
         module, groups = self.lightning_module, self._groups
         names = self._names.groups[index]

@@ -1,15 +1,17 @@
 """How long each stage worked in the last steps, and how long it stood idle."""
 
+import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from pipeswift_lightning.plan.timeline import Event
+from pipeswift_lightning.plan.clocks import align
+from pipeswift_lightning.plan.timeline import Event, Timeline
 from pipeswift_lightning.runtime.mesh import MeshGroups
 
-__all__ = ["StepTimes"]
+__all__ = ["StepTimes", "gather_timeline"]
 
 _KEPT_STEPS = 200
 
@@ -43,3 +45,16 @@ class StepTimes:
             1.0 - sum(step[stage][2] for step in steps) / total_s
             for stage in range(groups.mesh.num_stages)
         ]
+
+
+def gather_timeline(events: Sequence[Event], groups: MeshGroups) -> Timeline:
+    """Return the timeline of the whole pipeline, a rank a stage; collective over it.
+
+    Args:
+        events: This rank's.
+        groups: The mesh's groups.
+    """
+    every: list[Any] = [None] * groups.mesh.num_stages
+    dist.all_gather_object(every, (socket.gethostname(), events), group=groups.pipeline)
+    gathered = tuple(event for _, events in every for event in events)
+    return align(Timeline(gathered, groups.mesh.num_stages), [host for host, _ in every])
