@@ -327,8 +327,9 @@ def test_files_on_disk_are_those_of_one_device(tmp_path: Path) -> None:
         k: v for k, v in want.items() if k != "rows"
     }
     assert len(want["rows"]) > 8
-    assert len(got["rows"]) == (len(want["rows"]) if dist.get_rank() == 0 else 0)
-    for mine, other in zip(got["rows"], want["rows"], strict=False):
+    if dist.get_rank() > 0:
+        return  # rank 0 has the logger, and may still be writing
+    for mine, other in zip(got["rows"], want["rows"], strict=True):
         assert mine.keys() == other.keys()
         for key, text in other.items():
             assert (mine[key] == "") == (text == ""), key

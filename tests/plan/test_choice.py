@@ -104,6 +104,12 @@ def test_reorders_only_for_more_than_the_prediction_may_be_off() -> None:
     assert all(other.reason.endswith("slower") for other in first.rejected)
 
 
+def test_a_layout_may_be_given_by_name() -> None:
+    workload = Workload(model=network(), lengths=LENGTHS, num_stages=4, layout="padded")
+    assert workload == replace(workload, layout=Layout.PADDED)
+    assert workload.layout is Layout.PADDED
+
+
 def test_equal_samples_stay_in_their_order() -> None:
     workload = Workload(model=network(), lengths=(64,) * 16, num_stages=4)
     choice = choose_plan(workload, num_micro_batches=8)
@@ -165,6 +171,7 @@ def test_most_tokens_of_a_micro_batch() -> None:
         ({"lengths": ()}, r"lengths=\[\] make no batch"),
         ({"lengths": (3, 0)}, r"lengths=\[3, 0\] make no batch"),
         ({"slowdown": (1.0,)}, "slowdown has 1 entries"),
+        ({"layout": "ragged"}, r"layout='ragged' is not known\. Rule: one of padded, packed"),
         ({"sessions": (1,)}, r"sessions has 1 entries\. Rule: one for each of the 24 samples"),
     ],
 )

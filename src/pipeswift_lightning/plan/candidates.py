@@ -30,6 +30,7 @@ from pipeswift_lightning.plan.workload import Layout, Workload
 
 __all__ = ["Candidate", "plans"]
 
+_EQUAL = "equal runs of samples"
 _DEEPEST = 2.0  # Depth of warm-up above which little more is gained; see one_f_one_b.
 
 
@@ -46,6 +47,8 @@ class Candidate:
         costs: Costs by position in the order.
         step_s: Predicted makespan.
         reorders: Whether samples run in another order than the data's.
+        is_plain: Whether it is what runs when no costs are known: equal runs of samples, in
+            order, with the standard warm-up.
     """
 
     name: str
@@ -56,6 +59,18 @@ class Candidate:
     costs: StepCosts
     step_s: float
     reorders: bool
+    is_plain: bool = False
+
+    def summary(self) -> dict[str, object]:
+        """Return the plan in numbers, as JSON can hold them."""
+        return {
+            "name": self.name,
+            "schedule": self.schedule_name,
+            "starts": list(self.partition.starts),
+            "warm_up": None if self.warm_up is None else list(self.warm_up),
+            "micro_batches": [list(part) for part in self.formation.samples],
+            "predicted_step_s": self.step_s,
+        }
 
     def timeline(self, workload: Workload) -> Timeline:
         """Return the predicted timeline."""
@@ -82,7 +97,7 @@ def plans(
         failures: Gets what cannot run, and why.
     """
     ways: dict[str, _Way] = {
-        "equal runs of samples": _equal_runs,
+        _EQUAL: _equal_runs,
         "balanced runs of samples": _balanced_runs,
     }
     if workload.reorder and workload.sessions is None:
@@ -127,7 +142,7 @@ class _Planner:
         partition = best_partition(self.workload.stage_problem(self.shapes, self.depths))
         warm_up = self.depths if self.one_f_one_b else None
         plain = self._candidate(name, partition, range(self.m), warm_up, reorders=reorders)
-        yield plain
+        yield replace(plain, is_plain=name.endswith(_EQUAL))
         yield from self._refined(plain, reorders=reorders)
         if self.one_f_one_b:
             deep = self._within_memory(partition, standard_depths(self.stages, self.m, _DEEPEST))

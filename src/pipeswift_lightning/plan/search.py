@@ -45,11 +45,14 @@ class Choice:
 
     Args:
         chosen: The plan.
+        plain: The fastest plan of equal runs of samples, first come, first served, standard 1F1B
+            (or the first schedule asked for): what a strategy runs that knows no costs.
         rejected: All others, the fastest first.
         sweep: Best predicted step time of each number of micro-batches that can run.
     """
 
     chosen: Candidate
+    plain: Candidate
     rejected: tuple[Rejected, ...]
     sweep: tuple[tuple[int, float], ...]
 
@@ -93,13 +96,7 @@ def choose_plan(
         >>> choice.chosen.step_s <= min(other.step_s for other in choice.rejected)
         True
     """
-    n = len(workload.lengths)
-    if num_micro_batches is None:
-        numbers: Sequence[int] = numbers_to_try(n, workload.num_stages)
-    elif isinstance(num_micro_batches, int):
-        numbers = (num_micro_batches,)
-    else:
-        numbers = tuple(sorted(set(num_micro_batches)))
+    numbers = _numbers(workload, num_micro_batches)
     candidates: list[Candidate] = []
     failures: Failures = {}
     quick = _SWEEP_EVALUATIONS if len(numbers) > 1 else None
@@ -117,15 +114,40 @@ def choose_plan(
             if found.reorders
         ]
     chosen = _choose(candidates, workload.model.relative_error)
+    plain = min(
+        (c for c in candidates if c.is_plain and c.schedule_name == schedules[0]),
+        key=lambda c: c.step_s,
+        default=min(candidates, key=lambda c: (c.reorders, -c.step_s)),
+    )
+    return Choice(
+        chosen,
+        plain,
+        _rejections(candidates, chosen, failures, workload.model.relative_error),
+        _sweep(numbers, candidates),
+    )
+
+
+def _numbers(workload: Workload, wanted: int | Sequence[int] | None) -> tuple[int, ...]:
+    if wanted is None:
+        return numbers_to_try(len(workload.lengths), workload.num_stages)
+    return (wanted,) if isinstance(wanted, int) else tuple(sorted(set(wanted)))
+
+
+def _sweep(
+    numbers: Sequence[int], candidates: Sequence[Candidate]
+) -> tuple[tuple[int, float], ...]:
     steps = dict.fromkeys(numbers, math.inf)
     for candidate in candidates:
         m = len(candidate.formation.samples)
         steps[m] = min(steps[m], candidate.step_s)
-    return Choice(
-        chosen,
-        _rejections(candidates, chosen, failures, workload.model.relative_error),
-        tuple((m, step_s) for m, step_s in steps.items() if step_s < math.inf),
-    )
+    return tuple((m, step_s) for m, step_s in steps.items() if step_s < math.inf)
+
+
+def _numbers(workload: Workload, wanted: int | Sequence[int] | None) -> Sequence[int]:
+    """Return the numbers of micro-batches to try."""
+    if wanted is None:
+        return numbers_to_try(len(workload.lengths), workload.num_stages)
+    return (wanted,) if isinstance(wanted, int) else tuple(sorted(set(wanted)))
 
 
 def _choose(candidates: Sequence[Candidate], error: float) -> Candidate:

@@ -29,7 +29,8 @@ class Workload:
         model: What the layers cost.
         lengths: Tokens of each sample of the batch. Shape ``[N]``.
         num_stages: Number of stages, one a rank.
-        layout: Whether the samples of a micro-batch are padded to the longest, or packed.
+        layout: Whether the samples of a micro-batch are padded to the longest, or packed; a name
+            will do.
         link: Latency and bandwidth between neighbouring stages.
         overlap: Whether a sender computes on.
         slowdown: By how much each stage's device is slower. None: all are equal.
@@ -41,7 +42,8 @@ class Workload:
         reorder: Whether samples may run in another order than that of the data.
 
     Raises:
-        CostError: The batch is empty, or a sequence does not have one entry a stage or sample.
+        CostError: The batch is empty, a sequence does not have one entry a stage or sample, or the
+            layout is unknown.
     """
 
     model: CostModel
@@ -58,6 +60,14 @@ class Workload:
     reorder: bool = True
 
     def __post_init__(self) -> None:
+        if self.layout not in tuple(Layout):
+            message = (
+                f"layout={self.layout!r} is not known. Rule: one of {', '.join(Layout)}. Remedy: "
+                "'padded' if the samples of a micro-batch are one tensor with a dim of samples"
+            )
+            raise CostError(message)
+        object.__setattr__(self, "layout", Layout(self.layout))
+        object.__setattr__(self, "forbidden_cuts", frozenset(self.forbidden_cuts))
         for name in ("lengths", "slowdown", "capacity_bytes", "sessions"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(getattr(self, name)))

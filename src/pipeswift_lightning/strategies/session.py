@@ -376,7 +376,7 @@ class PipelineSession:
         return self.share.counted()
 
     def timeline(self) -> Timeline:
-        """The last step of this rank's pipeline; collective over the pipeline."""
+        """The last step of this rank's pipeline, a rank a stage; collective over the pipeline."""
         return gather_timeline(self.recorder.events(), self.groups)
 
     def close(self, *, bring_back: bool) -> None:

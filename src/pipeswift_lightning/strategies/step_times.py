@@ -56,5 +56,6 @@ def gather_timeline(events: Sequence[Event], groups: MeshGroups) -> Timeline:
     """
     every: list[Any] = [None] * groups.mesh.num_stages
     dist.all_gather_object(every, (socket.gethostname(), events), group=groups.pipeline)
-    gathered = tuple(event for _, events in every for event in events)
-    return align(Timeline(gathered, groups.mesh.num_stages), [host for host, _ in every])
+    gathered = tuple(event for _, mine in every for event in mine)
+    timeline = Timeline(events=gathered, num_ranks=groups.mesh.num_stages)
+    return align(timeline, [host for host, _ in every])

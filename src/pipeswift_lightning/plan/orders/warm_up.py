@@ -89,7 +89,7 @@ def find_order_and_warm_up(
     Example:
         >>> costs = StepCosts(forward_s=[[3, 1, 2, 1]] * 2, backward_s=[[6, 2, 4, 2]] * 2)
         >>> find_order_and_warm_up(costs, [4, 1])
-        WarmFound(order=(3, 0, 2, 1), warm_up=(2, 1), makespan_s=26.0)
+        WarmFound(order=(3, 0, 2, 1), warm_up=(3, 1), makespan_s=25.0)
     """
     stages, m = costs.num_stages, costs.num_micro_batches
     if len(in_flight_limit) != stages or min(in_flight_limit) < 1:

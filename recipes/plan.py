@@ -1,0 +1,51 @@
+"""Plan a step from a cost model, without a GPU: what would run, how fast, and what was rejected.
+
+Usage:
+    python recipes/plan.py                                     # a mock transformer on four stages
+    python recipes/plan.py costs=costs.json                    # costs as CostModel.to_json() wrote
+    python recipes/plan.py lengths=[9,4,7,2] micro_batches=[2,4]
+    python recipes/plan.py workload.layout=packed workload.num_stages=8
+    python recipes/plan.py --cfg job                           # show the configuration, run nothing
+
+Prints the plan and its predicted timeline beside that of first come, first served; writes
+``plan.json`` (the plan), and ``plan.png`` if matplotlib is installed, to the run's folder.
+"""
+
+import json
+from pathlib import Path
+
+import hydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from pipeswift_lightning.plan.cost_model import CostModel
+from pipeswift_lightning.plan.figure import save_figure
+from pipeswift_lightning.plan.report import choice_timelines, describe_choice, draw_together
+from pipeswift_lightning.plan.search import choose_plan
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="plan")
+def main(cfg: DictConfig) -> float:
+    """Plan, and return the predicted seconds a step, which a sweep compares."""
+    settings = instantiate(cfg, _convert_="all")
+    model = settings["mock_costs"]
+    if settings["costs"] is not None:
+        model = CostModel.from_json(Path(settings["costs"]).read_text())
+    lengths = settings["lengths"] or settings["mock_lengths"]
+    workload = settings["workload"](model=model, lengths=lengths)
+    choice = choose_plan(
+        workload,
+        num_micro_batches=settings["micro_batches"],
+        schedules=settings["schedules"],
+    )
+    timelines = choice_timelines(choice, workload)
+    print(describe_choice(choice, workload))
+    print(f"\n{draw_together(timelines, width=settings['width'])}")
+    folder = Path(settings["paths"]["output_dir"])
+    (folder / "plan.json").write_text(json.dumps(choice.chosen.summary(), indent=2) + "\n")
+    save_figure(timelines, folder / "plan.png")
+    return choice.chosen.step_s
+
+
+if __name__ == "__main__":
+    main()

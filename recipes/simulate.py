@@ -1,0 +1,49 @@
+"""Draw the predicted timelines of schedules, one below the other, from costs or none.
+
+Usage:
+    python recipes/simulate.py                                # equal micro-batches
+    python recipes/simulate.py stages=8 micro_batches=12 backward_s=3
+    python recipes/simulate.py costs=step.json                # StepCosts.to_json() wrote it
+    python recipes/simulate.py order=searched link.latency_s=0.5
+    python recipes/simulate.py 'schedules=[{name: 1f1b, warm_up: 2.0}, {name: gpipe}]'
+
+Writes ``simulate.png`` to the run's folder if matplotlib is installed.
+"""
+
+from pathlib import Path
+
+import hydra
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from pipeswift_lightning.plan.costs import StepCosts
+from pipeswift_lightning.plan.figure import save_figure
+from pipeswift_lightning.plan.report import draw_together, equal_costs, schedule_timelines
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
+def main(cfg: DictConfig) -> float:
+    """Draw, and return the shortest predicted makespan, which a sweep compares."""
+    settings = instantiate(cfg, _convert_="all")
+    costs = equal_costs(
+        settings["stages"],
+        settings["micro_batches"],
+        forward_s=settings["forward_s"],
+        backward_s=settings["backward_s"],
+    )
+    if settings["costs"] is not None:
+        costs = StepCosts.from_json(Path(settings["costs"]).read_text())
+    timelines = schedule_timelines(
+        costs,
+        settings["schedules"],
+        order=settings["order"],
+        link=settings["link"],
+        overlap=settings["overlap"],
+    )
+    print(draw_together(timelines, width=settings["width"]))
+    save_figure(timelines, Path(settings["paths"]["output_dir"]) / "simulate.png")
+    return float(min(timeline.makespan_s for timeline in timelines.values()))
+
+
+if __name__ == "__main__":
+    main()
