@@ -18,8 +18,8 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from pipeswift_lightning.drawing.figure import save_figure
 from pipeswift_lightning.plan.cost_model import CostModel
-from pipeswift_lightning.plan.figure import save_figure
 from pipeswift_lightning.plan.report import choice_timelines, describe_choice, draw_together
 from pipeswift_lightning.plan.search import choose_plan
 

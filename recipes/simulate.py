@@ -16,8 +16,8 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from pipeswift_lightning.drawing.figure import save_figure
 from pipeswift_lightning.plan.costs import StepCosts
-from pipeswift_lightning.plan.figure import save_figure
 from pipeswift_lightning.plan.report import draw_together, equal_costs, schedule_timelines
 
 

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeswift_lightning.plan import figure
+from pipeswift_lightning.drawing import figure
+from pipeswift_lightning.drawing.figure import save_figure
 from pipeswift_lightning.plan.costs import CostError
-from pipeswift_lightning.plan.figure import save_figure
 from pipeswift_lightning.plan.mock import sample_lengths, transformer_costs
 from pipeswift_lightning.plan.report import (
     choice_timelines,

@@ -143,13 +143,6 @@ def _sweep(
     return tuple((m, step_s) for m, step_s in steps.items() if step_s < math.inf)
 
 
-def _numbers(workload: Workload, wanted: int | Sequence[int] | None) -> Sequence[int]:
-    """Return the numbers of micro-batches to try."""
-    if wanted is None:
-        return numbers_to_try(len(workload.lengths), workload.num_stages)
-    return (wanted,) if isinstance(wanted, int) else tuple(sorted(set(wanted)))
-
-
 def _choose(candidates: Sequence[Candidate], error: float) -> Candidate:
     """Return the fastest, unless it reorders for less than the prediction may be off."""
     fastest = min(candidates, key=lambda c: (c.step_s, c.reorders, c.name))
