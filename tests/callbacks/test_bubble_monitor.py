@@ -68,6 +68,8 @@ def test_parts_of_a_step() -> None:
     assert (parts.step_s, parts.span_s, parts.compute_s) == (13.0, 8.0, 6.0)
     assert (parts.activation_wait_s, parts.gradient_wait_s, parts.send_wait_s) == (1.0, 1.5, 0.5)
     assert (parts.data_wait_s, parts.reduce_s, parts.optimizer_s) == (1.0, 0.25, 0.75)
+    assert parts.is_whole(1)
+    assert not parts.is_whole(2)
     assert parts.other_s == pytest.approx(13 - 1 - 6 - 3 - 0.25 - 0.75)
     assert parts.computed_s == {(EventKind.FORWARD, 0): 2.0, (EventKind.BACKWARD, 0): 4.0}
 
