@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import save_file
 from torch import nn
 
+from pipeswift_lightning.runtime.materialise import MaterialiseError
 from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.weights import WeightError, WeightFiles
 
@@ -53,3 +54,44 @@ def test_weights_for_a_module_that_has_data_are_refused(folder: Path) -> None:
     module.model = nn.Linear(1, 1)
     with pytest.raises(WeightError, match=r"have data already. Rule: .* Remedy: "):
         Division.of(module, folder / "a.safetensors", whole=False)
+
+
+class _OnMeta(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = nn.ModuleList(nn.BatchNorm1d(n) for n in (2, 3))
+
+
+def _state() -> dict[str, torch.Tensor]:
+    return nn.ModuleDict({"layers": nn.ModuleList(nn.BatchNorm1d(n) for n in (2, 3))}).state_dict()
+
+
+@pytest.mark.parametrize("fault", ["unexpected", "missing buffer", "missing", "shape"])
+def test_another_modules_checkpoint_is_refused(fault: str) -> None:
+    state = _state()
+    match fault:
+        case "unexpected":
+            state["layers.2.weight"] = ONE
+        case "missing buffer":
+            del state["layers.1.running_mean"]
+        case "missing":
+            del state["layers.1.weight"]
+        case "shape":
+            state["layers.1.weight"] = ONE
+    division = Division.of(_OnMeta(), None, whole=False)
+    assert division is not None
+    with pytest.raises(MaterialiseError, match=r"layers\.[12]\.(?s:.*)Rule: .* Remedy: "):
+        division.load(state, strict=True)
+
+
+def test_what_a_partial_checkpoint_lacks_comes_from_the_files(folder: Path) -> None:
+    files = {name: value + 3 for name, value in _state().items() if "num_" not in name}
+    save_file(files, folder / "all.safetensors")
+    module = _OnMeta()
+    division = Division.of(module, folder / "all.safetensors", whole=False)
+    assert division is not None
+    division.load({"layers.0.weight": ONE * 9, "other": ONE}, strict=False)
+    division.parameters(division.names)
+    assert module.layers[0].weight.tolist() == [9, 9]
+    assert module.layers[1].weight.tolist() == [4, 4, 4]
