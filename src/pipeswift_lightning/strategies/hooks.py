@@ -253,10 +253,11 @@ class StepRunner:
             self._warned = True
             rank_zero_warn(
                 f"pipeswift: {self._session.network.name} returns a scalar, such as a loss of its "
-                "own, not known to be a mean of its micro-batches' by samples or by labels, so each "
-                "batch runs as one micro-batch: exact, but the stages wait for one another. Compute "
-                "the loss in the step instead, set loss_weight, or define micro_batch_weight(micro_batch) on the "
-                "LightningModule, returning what the scalar is a mean over."
+                "own, not known to be a mean of its micro-batches' by samples or by labels, so "
+                "each batch runs as one micro-batch: exact, but the stages wait for one another. "
+                "Compute the loss in the step instead, set loss_weight, or define "
+                "micro_batch_weight(micro_batch) on the LightningModule, returning what the "
+                "scalar is a mean over."
             )
 
     def _share(
