@@ -48,7 +48,8 @@ class Division:
         self._strict = True
         if not self._begun_before:
             module.__dict__[_DIVIDED] = absent_names(module)
-        self._files = WeightFiles(weights) if weights is not None else NoWeights()
+        names = (n for n, _ in (*module.named_parameters(), *module.named_buffers()))
+        self._files = WeightFiles(weights, names) if weights is not None else NoWeights()
         aliases = ParameterTable.of(module).aliases
         missing = self._files.missing({n: a for n, a in aliases.items() if n in self.names})
         if missing and not self._begun_before:
