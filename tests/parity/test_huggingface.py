@@ -124,7 +124,7 @@ def test_a_module_on_the_meta_device_is_loaded_by_stage_and_resumed(tmp_path: Pa
     saved = on_rank_zero(lambda: tmp_path / "saved")
     keep = lambda: [  # noqa: E731
         ModelCheckpoint(saved, save_last=True),
-        TopologyCheckpoint(saved / "shards", every_n_steps=4),
+        TopologyCheckpoint(saved / "shards", every_n_steps=4 * (EPOCHS - 1)),
     ]
     fit(lambda: Meta(folder), hf.text_loaders, PipeSwiftStrategy(**strategy),
         max_epochs=EPOCHS - 1, callbacks=keep, enable_checkpointing=True)  # fmt: skip
