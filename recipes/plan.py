@@ -7,18 +7,21 @@ Usage:
     python recipes/plan.py workload.layout=packed workload.num_stages=8
     python recipes/plan.py --cfg job                           # show the configuration, run nothing
 
-Prints the plan and its predicted timeline beside that of first come, first served; writes
-``plan.json`` (the plan), and ``plan.png`` if matplotlib is installed, to the run's folder.
+Prints the plan and its predicted timeline beside that of first come, first served; writes both to
+the run's folder: ``plan.json``, ``plan.html`` and, if matplotlib is installed, ``plan.png``.
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from pipeswift_lightning.drawing.figure import save_figure
+from pipeswift_lightning.drawing.page import page
+from pipeswift_lightning.drawing.panel import Panel
+from pipeswift_lightning.drawing.png import png
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.report import choice_timelines, describe_choice, draw_together
 from pipeswift_lightning.plan.search import choose_plan
@@ -43,7 +46,10 @@ def main(cfg: DictConfig) -> float:
     print(f"\n{draw_together(timelines, width=settings['width'])}")
     folder = Path(settings["paths"]["output_dir"])
     (folder / "plan.json").write_text(json.dumps(choice.chosen.summary(), indent=2) + "\n")
-    save_figure(timelines, folder / "plan.png")
+    panels = [Panel(name, timeline) for name, timeline in timelines.items()]
+    (folder / "plan.html").write_text(page(panels, title="predicted step"))
+    if find_spec("matplotlib") is not None:
+        (folder / "plan.png").write_bytes(png(panels))
     return choice.chosen.step_s
 
 

@@ -7,16 +7,19 @@ Usage:
     python recipes/simulate.py order=searched link.latency_s=0.5
     python recipes/simulate.py 'schedules=[{name: 1f1b, warm_up: 2.0}, {name: gpipe}]'
 
-Writes ``simulate.png`` to the run's folder if matplotlib is installed.
+Writes ``simulate.html``, and ``simulate.png`` if matplotlib is installed, to the run's folder.
 """
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from pipeswift_lightning.drawing.figure import save_figure
+from pipeswift_lightning.drawing.page import page
+from pipeswift_lightning.drawing.panel import Panel
+from pipeswift_lightning.drawing.png import png
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.report import draw_together, equal_costs, schedule_timelines
 
@@ -41,7 +44,11 @@ def main(cfg: DictConfig) -> float:
         overlap=settings["overlap"],
     )
     print(draw_together(timelines, width=settings["width"]))
-    save_figure(timelines, Path(settings["paths"]["output_dir"]) / "simulate.png")
+    folder = Path(settings["paths"]["output_dir"])
+    panels = [Panel(name, timeline) for name, timeline in timelines.items()]
+    (folder / "simulate.html").write_text(page(panels, title="predicted steps"))
+    if find_spec("matplotlib") is not None:
+        (folder / "simulate.png").write_bytes(png(panels))
     return float(min(timeline.makespan_s for timeline in timelines.values()))
 
 

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.strategies.contract import ContractError
 from pipeswift_lightning.strategies.options import OptionError
 from tests.helpers.modules import (
+    WIDTH,
     Block,
     Language,
     Regression,
@@ -73,6 +74,21 @@ def test_recomputing_changes_nothing_but_the_work() -> None:
             failures.add(f"{name}, {loss}", differences(got, want, tolerance=0.0))
             assert calls == expected, (name, loss)
     failures.check()
+
+
+@pytest.mark.world_size(2, deadline_s=40)
+def test_recomputing_counts_no_sample_twice_in_running_statistics() -> None:
+    def normed() -> Regression:
+        linear, norm = partial(nn.Linear, WIDTH, WIDTH), partial(nn.BatchNorm1d, WIDTH)
+        return Regression(nn.Sequential(linear(), norm(), linear(), norm()))
+
+    options: dict[str, Any] = {"micro_batches": 2, "partition": [2, 2], "loss": "per_sample"}
+    want, got = (
+        fit(normed, loaders(vectors), PipeSwiftStrategy(recompute=r, **options), max_epochs=1)
+        for r in (False, True)
+    )
+    assert got.parameters["net.1.num_batches_tracked"] > 0
+    assert not differences(got, want, tolerance=0.0)
 
 
 @pytest.mark.world_size(2, deadline_s=40)

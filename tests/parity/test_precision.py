@@ -64,6 +64,7 @@ def run(strategy: Any, overflowing: str, **kwargs: Any) -> tuple[Outcome, list[f
         max_epochs=1,
         gradient_clip_val=0.5,
     )
+    assert "unscale_" not in vars(scaler)  # it is the user's again
     return outcome, module.scales
 
 

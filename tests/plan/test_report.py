@@ -1,9 +1,5 @@
-from pathlib import Path
-
 import pytest
 
-from pipeswift_lightning.drawing import figure
-from pipeswift_lightning.drawing.figure import save_figure
 from pipeswift_lightning.plan.costs import CostError
 from pipeswift_lightning.plan.mock import sample_lengths, transformer_costs
 from pipeswift_lightning.plan.report import (
@@ -50,18 +46,6 @@ def test_the_plan_is_drawn_beside_what_runs_without_costs(planned) -> None:
     widths = [row.index("| bubble") - row.index("|") - 1 for row in rows]
     share = plan.makespan_s / plain.makespan_s
     assert widths == [50, 50, round(50 * share), round(50 * share)]
-
-
-def test_a_picture_if_matplotlib_is_there(planned, tmp_path: Path, monkeypatch) -> None:
-    timelines = choice_timelines(*planned)
-    monkeypatch.setattr(figure, "find_spec", lambda _: None)
-    assert save_figure(timelines, tmp_path / "plan.png") is None
-    assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    pytest.importorskip("matplotlib")
-    path = save_figure(timelines, tmp_path / "plan.png")
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_schedules_side_by_side() -> None:

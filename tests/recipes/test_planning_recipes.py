@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def test_plan_from_a_file_of_costs(run, tmp_path: Path) -> None:
     assert "micro-batches  best predicted step" in output
     assert "first come, first served: 1f1b" in output
     assert "slower" in output
+    assert "<svg" in (tmp_path / "plan.html").read_text()
+    if find_spec("matplotlib") is not None:
+        assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan_needs_nothing_but_its_mock_costs(run, tmp_path: Path) -> None:

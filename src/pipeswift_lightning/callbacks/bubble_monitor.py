@@ -100,6 +100,8 @@ class BubbleMonitor(Callback):
             return
         parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
         schedule = plan.schedule
+        if not parts.is_whole(schedule.num_micro_batches):
+            return
         self._sums.setdefault(id(schedule), (schedule, StepSums()))[1].add(parts)
         self._num_steps += 1
         if self._num_steps >= self.every_n_steps:

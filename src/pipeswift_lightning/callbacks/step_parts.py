@@ -83,6 +83,10 @@ class StepParts:
         parts.step_s = end_s - start_s + parts.data_wait_s
         return parts
 
+    def is_whole(self, num_micro_batches: int) -> bool:
+        """Whether each micro-batch went forth and back: not so where a loss was only looked at."""
+        return len(self.computed_s) == 2 * num_micro_batches
+
     @property
     def communication_wait_s(self) -> float:
         """All waits for messages; to wait for a neighbour that computes is one of them."""

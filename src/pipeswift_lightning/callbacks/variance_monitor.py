@@ -111,13 +111,16 @@ class VarianceMonitor(Callback):
         if id(schedule) not in self._windows and len(self._windows) >= _MAX_PLANS:
             self._windows.pop(next(iter(self._windows)))
         _, window = self._windows.setdefault(id(schedule), (schedule, StageWindow()))
-        self._add(window, pipeline.step_events(), perf_counter())
+        self._add(window, pipeline.step_events(), schedule.num_micro_batches)
         if len(window.steps_s) >= self.window:
             self._report(trainer, pipeline, schedule)
 
-    def _add(self, window: StageWindow, events: tuple[Event, ...], end_s: float) -> None:
+    def _add(self, window: StageWindow, events: tuple[Event, ...], num_micro_batches: int) -> None:
+        end_s = perf_counter()
         parts = StepParts.of(events, self._step_start_s, end_s)
         garbage = self._garbage.take()
+        if not parts.is_whole(num_micro_batches):
+            return
         compute_s, data_wait_s = parts.compute_s, parts.data_wait_s
         if garbage:
             for event in events:

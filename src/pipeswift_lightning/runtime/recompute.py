@@ -7,7 +7,9 @@ of the first call, absent ones included, and the random state is that of the cod
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +53,35 @@ class Recomputation(LayerWrapper):
     ) -> Any:
         if not torch.is_grad_enabled() or is_recomputing():
             return original(*args, **kwargs)
-        return checkpoint(original, *args, use_reentrant=False, **kwargs)
+        return checkpoint(
+            original,
+            *args,
+            use_reentrant=False,
+            context_fn=partial(_contexts, self._layers[index]),
+            **kwargs,
+        )
+
+
+def _contexts(
+    layer: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of the first run and of the second."""
+    return nullcontext(), _statistics_kept(layer)
+
+
+@contextmanager
+def _statistics_kept(layer: nn.Module) -> Iterator[None]:
+    """Let batch norms not count the same samples twice: the second run updates copies."""
+    norms = [m for m in layer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    kept = [dict(norm._buffers) for norm in norms]
+    for norm in norms:
+        for name, buffer in norm._buffers.items():
+            norm._buffers[name] = buffer.clone() if buffer is not None else None
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm._buffers.update(buffers)
 
 
 def is_recomputing() -> bool:

@@ -35,7 +35,17 @@ class DeferredRequeue(Callback):
         )
 
     @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._install(trainer)
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._install(trainer)
+
+    def _install(self, trainer: Trainer) -> None:
+        """Take the handler's place; not before Lightning has installed it, and once."""
+        if self._handler is not None:
+            return
         environment = trainer._accelerator_connector.cluster_environment
         assert isinstance(environment, SLURMEnvironment)
         self._signalled, self._step = False, trainer.global_step

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["share_found_inf"]
+__all__ = ["forget_stages", "share_found_inf"]
 
 
 def share_found_inf(
@@ -48,3 +48,9 @@ def share_found_inf(
         found[device] = everywhere  # also where no parameter of this stage has a gradient
 
     scaler.__dict__["unscale_"] = unscale_and_share
+
+
+def forget_stages(scaler: torch.amp.GradScaler | None) -> None:
+    """Take back what `share_found_inf` did, once the stages are gone; nothing if it did nothing."""
+    if scaler is not None:
+        scaler.__dict__.pop("unscale_", None)

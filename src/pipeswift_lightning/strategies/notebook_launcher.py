@@ -6,6 +6,8 @@ from typing import Any
 
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.failure import PipelineFailure
@@ -17,8 +19,10 @@ class NotebookLauncher(_MultiProcessingLauncher):
     """Lightning's fork launcher, which tells an exception to the other ranks.
 
     The processes begin as copies of the interpreter, so modules defined in cells work. Afterwards
-    the module has the trained weights here too. As for Lightning's ``ddp_notebook``, CUDA and
-    autograd must not have been used before in the interpreter, and one Trainer fits once.
+    the module has the trained weights here too, unless the processes have built it themselves
+    (``configure_model``, or on the meta device): then they are in a checkpoint only. As for
+    Lightning's ``ddp_notebook``, CUDA and autograd must not have been used before in the
+    interpreter, and one Trainer fits once.
 
     Args:
         strategy: The strategy.
@@ -44,6 +48,20 @@ class NotebookLauncher(_MultiProcessingLauncher):
         self._check(trainer)
         told = partial(_telling, self._on_failure, function)
         return super().launch(told, *args, trainer=trainer, **kwargs)
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        super()._recover_results_in_main_process(worker_output, trainer)
+        module = trainer.lightning_module
+        is_here = not is_overridden("configure_model", module)
+        if worker_output.weights_path is not None and not (
+            is_here and all(not p.is_meta for p in module.parameters())
+        ):
+            rank_zero_warn(
+                f"pipeswift: {type(module).__name__} was built in the processes that trained it, "
+                "so it has not the trained weights in this interpreter. Load them from a "
+                "checkpoint: ModelCheckpoint and load_from_checkpoint(), or TopologyCheckpoint."
+            )
 
 
 def _telling(

@@ -33,7 +33,7 @@ from pipeswift_lightning.strategies.contract import (
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.division import Division
-from pipeswift_lightning.strategies.gradient_scaler import share_found_inf
+from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
@@ -366,6 +366,7 @@ class PipeSwiftStrategy(ObservedStrategy):
         elif session is not None:
             session.close(bring_back=False)
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        forget_stages(getattr(self.precision_plugin, "scaler", None))
         if whole and self._is_divided:
             self._release_divided()
         elif whole:  # a module with absent parameters cannot be moved

@@ -163,13 +163,16 @@ def _distinct(orders: Ints, values: Floats, number: int) -> tuple[Ints, Floats]:
 @lru_cache(maxsize=32)
 def _moves(m: int) -> Ints:
     """Return every swap and every insertion, as ``new order = order[move]``."""
-    moves: dict[tuple[int, ...], None] = {}
-    for i in range(m):
-        for j in range(m):
-            swapped = list(range(m))
-            swapped[i], swapped[j] = swapped[j], swapped[i]
-            moved = list(range(m))
-            moved.insert(j, moved.pop(i))
-            moves[tuple(swapped)] = moves[tuple(moved)] = None
-    del moves[tuple(range(m))]
-    return np.array(list(moves), dtype=np.int64).reshape(-1, m)
+    places = np.arange(m)
+    first, second = (pairs.ravel() for pairs in np.meshgrid(places, places, indexing="ij"))
+    upward = first < second
+    swaps = np.tile(places, (int(upward.sum()), 1))
+    rows = np.arange(len(swaps))
+    swaps[rows, first[upward]], swaps[rows, second[upward]] = second[upward], first[upward]
+    far = np.abs(first - second) > 1  # An insertion next door is a swap.
+    source, target = first[far, None], second[far, None]
+    # Those between move up by one: down the line if the source lies before, else up.
+    inserts = places + ((source <= places) & (places < target)).astype(np.int64)
+    inserts -= (target < places) & (places <= source)
+    np.put_along_axis(inserts, target, source, axis=1)
+    return np.concatenate([swaps, inserts]).astype(np.int64)
