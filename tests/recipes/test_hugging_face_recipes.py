@@ -58,7 +58,7 @@ def test_a_missing_package_is_named_with_its_remedy(package, monkeypatch, tmp_pa
     monkeypatch.setitem(sys.modules, package, None)
     uses = {
         "transformers": lambda: HuggingFaceModule(config={"model_type": "llama"}).configure_model(),
-        "safetensors": lambda: WeightFiles(tmp_path),
+        "safetensors": lambda: WeightFiles(tmp_path, []),
         "sklearn.datasets": lambda: DigitsDataModule().setup("fit"),
     }
     with pytest.raises((ModuleNotFoundError, ValueError), match=r"pip install '.*\[hf\]'"):

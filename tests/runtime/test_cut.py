@@ -1,6 +1,7 @@
 """One look at the step tells the order of the layers and what crosses each cut."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -309,3 +310,37 @@ class TestAbsentMode:
         absent, present = to_absent(torch.ones(2)), torch.ones(2)
         with AbsentMode(CPU, absent_parameters=True, resolve={id(absent): present}):
             assert (absent * 3).tolist() == [3, 3]
+
+
+def test_repeats_that_are_known_give_absent_values_their_shape() -> None:
+    x = torch.ones(3, 4, device="meta")
+    with AbsentMode(CPU, absent_parameters=False):
+        for repeats in (torch.tensor([2]), torch.tensor(2)):
+            assert x.repeat_interleave(repeats, 1).shape == (3, 8)
+            assert x.repeat_interleave(repeats=repeats, dim=-1).shape == (3, 8)
+            assert torch.repeat_interleave(x, repeats).shape == (24,)
+        assert x.repeat_interleave(torch.tensor([1, 0, 2]), dim=0).shape == (3, 4)
+
+
+class _Widened(nn.Module):
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        return x.repeat(1, times)
+
+
+def test_a_skipped_layer_is_asked_again_for_other_numbers_and_types() -> None:
+    seen: list[tuple[int, torch.dtype]] = []
+
+    def forward(n: Network, x: Tensor, times: int) -> Any:
+        y = n.a(x, times)
+        seen.append((y.shape[1], y.dtype))
+        return n.c(n.b(y[:, :2]))
+
+    network = Network(forward)
+    network.a = _Widened()  # type: ignore[assignment]
+    cut, x = cut_of(network), torch.ones(1, 2)
+    trace = trace_of(cut, lambda: network(x, 2))
+    seen.clear()
+    for given, times in ((x, 2), (x, 3), (x.double(), 3)):
+        step = partial(network, given, times)
+        run(cut, step, trace, first=1, last=3, received=(x,))
+    assert seen == [(4, torch.float32), (6, torch.float32), (6, torch.float64)]

@@ -62,6 +62,8 @@ def test_adapters_on_the_meta_device_begin_as_peft_lets_them_begin() -> None:
 def test_what_encoders_returned_on_the_way_is_left_out() -> None:
     output = CausalLMOutputWithPast(logits=torch.ones(1))
     output["image_outputs"] = BaseModelOutput(last_hidden_state=torch.ones(1))
+    output["image_hidden_states"] = torch.ones(1)
+    output["image_embeds"] = torch.ones(1)
     output["other"] = BaseModelOutput(last_hidden_state=torch.ones(1))
-    assert returned(output).keys() == {"logits"}
+    assert returned(output).keys() == {"logits", "image_embeds"}
     assert returned((1, output)) == (1, output)

@@ -194,9 +194,19 @@ def _with_known_shape(
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         places = tuple(place for part in index for place in _places(part))
         return (args[0], places, *args[2:]), kwargs
-    if func in _REPEATING and len(args) > 1 and _is_present(args[1]):
-        return args, {**kwargs, "output_size": int(args[1].sum())}
+    repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+    if func in _REPEATING and isinstance(repeats, Tensor) and not repeats.is_meta:
+        size = _repeated(args[0], repeats, kwargs.get("dim", args[2:]))
+        return args, {**kwargs, "output_size": size}
     return args, kwargs
+
+
+def _repeated(tensor: Tensor, repeats: Tensor, dim: Any) -> int:
+    """Return how long the result of ``repeat_interleave`` is: one number repeats all alike."""
+    if repeats.numel() != 1:
+        return int(repeats.sum())
+    dim = dim[0] if isinstance(dim, tuple) and dim else dim
+    return int(repeats) * (tensor.shape[dim] if isinstance(dim, int) else tensor.numel())
 
 
 def _places(part: Any) -> tuple[Any, ...]:

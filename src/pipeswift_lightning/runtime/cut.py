@@ -7,8 +7,9 @@ a stage executes its own layers and the code between them, and each mask or posi
 on the batch alone is computed where it is used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ class Completed:
 
 
 _MAX_TEMPLATES = 4096
+_VALUES = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 class _ReachedBoundaryError(BaseException):
@@ -293,8 +295,7 @@ class LayerCut:
         position = run.position - 1
         leaves, _ = tree_flatten((args, kwargs))
         run.remember(leaves, run.trace.inputs[position])
-        shapes = (tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves)
-        key = (index, self.layers[index].training, *shapes)
+        key = (index, self.layers[index].training, *map(_described, leaves))
         template = self._templates.get(key)
         if template is None:
             template = tree_flatten(_absent_output(original, args, kwargs))
@@ -357,6 +358,13 @@ def _resolved(output: Any, present: Mapping[int, Tensor]) -> Any:
     if not present:
         return output
     return tree_map_only(Tensor, lambda t: present.get(id(t), t) if t.is_meta else t, output)
+
+
+def _described(leaf: Any) -> Hashable:
+    """Return what of an argument decides the shapes and types of a layer's outputs."""
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), leaf.dtype)
+    return (type(leaf), leaf if isinstance(leaf, _VALUES) else None)
 
 
 def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """A module that was built on the meta device: each rank gives data to its own share alone."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ class Division:
         self._module = module
         self._begun_before = bool(divided_names(module))
         self._checkpoint: Find | None = None
+        self._strict = True
         if not self._begun_before:
             module.__dict__[_DIVIDED] = absent_names(module)
-        self._files = WeightFiles(weights) if weights is not None else NoWeights()
+        names = (n for n, _ in (*module.named_parameters(), *module.named_buffers()))
+        self._files = WeightFiles(weights, names) if weights is not None else NoWeights()
         aliases = ParameterTable.of(module).aliases
         missing = self._files.missing({n: a for n, a in aliases.items() if n in self.names})
         if missing and not self._begun_before:
@@ -112,28 +115,48 @@ class Division:
         if not absent_names(self._module):  # one stage has it all
             self._module.__dict__[_DIVIDED] = frozenset()
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take a checkpoint's state: for what has data now, and for what gets it later."""
-        real = {k: v for k, v in self._module.state_dict().items() if not _is_meta(v)}
-        self._module.load_state_dict({k: v for k, v in state.items() if k in real}, strict=False)
-        self.read_later(lambda names: next((state[name] for name in names if name in state), None))
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Take a checkpoint's state: for what has data now, and for what gets it later.
 
-    def read_later(self, find: Find) -> None:
+        Args:
+            state: By name, as of the whole module.
+            strict: Whether its names have to be the module's; otherwise what it lacks comes from
+                the files of weights.
+
+        Raises:
+            MaterialiseError: Names or shapes are not the module's.
+        """
+        try:
+            with warnings.catch_warnings():
+                # Names and shapes of meta tensors are compared too; their data waits.
+                warnings.filterwarnings("ignore", message=".*meta parameter.*no-op")
+                self._module.load_state_dict(dict(state), strict=strict)
+        except RuntimeError as error:
+            msg = (
+                f"{error} Rule: a checkpoint is of the same module. Remedy: resume with the "
+                "configuration that wrote it, or set strict_loading=False on the LightningModule "
+                "if it holds some parameters only, such as adapters"
+            )
+            raise MaterialiseError(msg) from error
+        self.read_later(
+            lambda names: next((state[name] for name in names if name in state), None),
+            strict=strict,
+        )
+
+    def read_later(self, find: Find, *, strict: bool = True) -> None:
         """Take parameters from a checkpoint, once it is known which of them live here."""
-        self._checkpoint = find
+        self._checkpoint, self._strict = find, strict
 
     def _find(self, names: Collection[str]) -> Tensor | None:
         if self._checkpoint is None:
             return self._files.find(names)
         found = self._checkpoint(names)
-        if found is None:
+        if found is not None:
+            return found
+        if self._strict or self._begun_before:  # then trained data may be on another stage
             msg = (
                 f"the checkpoint holds no {min(names)}. Rule: it is of the same module. Remedy: "
                 "resume with the configuration that wrote it"
             )
             raise MaterialiseError(msg)
-        return found
-
-
-def _is_meta(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+        return self._files.find(names)

@@ -20,17 +20,18 @@ from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.trace import StepTrace
-from pipeswift_lightning.strategies.loss_scope import (
+from pipeswift_lightning.strategies.comparison import (
     NOTHING_FITS,
-    LossPolicy,
     Matches,
     Shares,
+    StepResult,
     compare,
-    is_checked,
 )
-from pipeswift_lightning.strategies.loss_weights import Rule, rules_for, shares
-from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.loss_scope import LossPolicy, is_checked
+from pipeswift_lightning.strategies.loss_weights import Rule, ranked, rules_for, shares
+from pipeswift_lightning.strategies.options import LossScope, LossWeight, PipelineOptions
 from pipeswift_lightning.strategies.records import MergedLog, logged_alike, replay
+from pipeswift_lightning.strategies.rounding import rounding_in_use
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
@@ -77,7 +78,11 @@ class StepRunner:
         self._largest_batch = 0
         self._warned = False
         self._evaluated: dict[StepHook, int | None] = {}
-        self._policy = LossPolicy(options.loss, rules_for(session.module, options))
+        self._policy = LossPolicy(
+            options.loss,
+            rules_for(session.module, options),
+            told=options.loss_weight is not LossWeight.AUTO,
+        )
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to draw and to choose as this one would have."""
@@ -171,11 +176,11 @@ class StepRunner:
             return call, LossScope.PER_SAMPLE, None
         whole = self._options.loss is not LossScope.PER_SAMPLE
         if trace.returns_scalar and whole and trace.calls_network:
-            return self._scope_of_scalar(hook, call)
+            return self._scope_of_scalar(hook, call, trace)
         evaluated = hook is not StepHook.TRAINING and trace.calls_network
         if evaluated and not trace.returns_scalar:
             return call, LossScope.WHOLE_BATCH, None
-        counted = self._shares(call)
+        counted = self._shares(call, trace)
         if evaluated or not trace.calls_network:
             scope = LossScope.WHOLE_BATCH if evaluated else LossScope.PER_SAMPLE
             return self._weighted(call, counted), scope, None
@@ -187,26 +192,27 @@ class StepRunner:
     def _weighted(self, call: StepCall, counted: Shares) -> StepCall:
         return replace(call, weighting=self._policy.weighting(counted))
 
-    def _shares(self, call: StepCall) -> Shares:
-        given = {
-            r: shares(r, self._module, call.micro_batches, call.sizes) for r in self._policy.rules
-        }
+    def _shares(self, call: StepCall, trace: StepTrace) -> Shares:
+        rules = ranked(self._policy.rules, own_loss=trace.returns_scalar)
+        given = {r: shares(r, self._module, call.micro_batches, call.sizes) for r in rules}
         return {rule: share for rule, share in given.items() if share is not None}
 
-    def _scope_of_scalar(self, hook: StepHook, call: StepCall) -> tuple[StepCall, LossScope, None]:
+    def _scope_of_scalar(
+        self, hook: StepHook, call: StepCall, trace: StepTrace
+    ) -> tuple[StepCall, LossScope, None]:
         """Choose for a network that returns a loss of its own: it sees what the network sees.
 
         The loss of a whole batch takes one pass of the whole batch, without a pipeline's benefit,
         so it is compared before the step and not in its place.
         """
         if hook is not StepHook.TRAINING:
-            return self._scope_of_evaluation(hook, call)
-        counted = self._shares(call)
+            return self._scope_of_evaluation(hook, call, trace)
+        counted = self._shares(call, trace)
         _, check = self._policy.next_step(counted)
         if check:
             whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
             parts = self._session.look(call, LossScope.PER_SAMPLE)
-            found = compare(whole, parts, counted) if self._session.is_last else {}
+            found = self._compare(call, whole, parts, counted) if self._session.is_last else {}
             self._policy.learn(self._from_last_stage(found), counted)
         if not self._policy.whole:
             return self._weighted(call, counted), LossScope.PER_SAMPLE, None
@@ -214,10 +220,10 @@ class StepRunner:
         return call.in_one(), LossScope.PER_SAMPLE, None
 
     def _scope_of_evaluation(
-        self, hook: StepHook, call: StepCall
+        self, hook: StepHook, call: StepCall, trace: StepTrace
     ) -> tuple[StepCall, LossScope, None]:
         """Join the network's own loss by the weights that training has found, if they hold here."""
-        counted = self._shares(call)
+        counted = self._shares(call, trace)
         weighting = self._policy.settled(counted)
         step = self._evaluated.get(hook, 0)
         if weighting is not None and step is not None:
@@ -233,18 +239,25 @@ class StepRunner:
         whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
         joined = self._session.look(call, LossScope.WHOLE_BATCH)
         share = {Rule.SAMPLES: (1.0,)}
-        found = compare(whole, joined, share) if self._session.is_last else {}
-        return all(self._from_last_stage(found).values())
+        found = self._compare(call, whole, joined, share) if self._session.is_last else {}
+        return self._policy.explained(self._from_last_stage(found))
+
+    def _compare(
+        self, call: StepCall, whole: StepResult, parts: StepResult, counted: Shares
+    ) -> Matches:
+        rounding = rounding_in_use(self._module, call.context, self._session.device)
+        return compare(whole, parts, counted, rounding)
 
     def _warn_of_scalar(self) -> None:
         if not self._warned and self._options.loss is LossScope.AUTO:
             self._warned = True
             rank_zero_warn(
                 f"pipeswift: {self._session.network.name} returns a scalar, such as a loss of its "
-                "own, that is no mean of its micro-batches' by samples or by labels, so each batch "
-                "runs as one micro-batch: exact, but the stages wait for one another. Compute the "
-                "loss in the step instead, or define micro_batch_weight(micro_batch) on the "
-                "LightningModule, returning what the scalar is a mean over."
+                "own, not known to be a mean of its micro-batches' by samples or by labels, so "
+                "each batch runs as one micro-batch: exact, but the stages wait for one another. "
+                "Compute the loss in the step instead, set loss_weight, or define "
+                "micro_batch_weight(micro_batch) on the LightningModule, returning what the "
+                "scalar is a mean over."
             )
 
     def _share(
@@ -258,7 +271,8 @@ class StepRunner:
             if counted is not None and isinstance(program, WholeBatchProgram):
                 found = NOTHING_FITS
                 if program.sizes == program.call.sizes:  # else rows are no samples
-                    found = compare(program.whole(), session.by_micro_batch(program), counted)
+                    parts = session.by_micro_batch(program)
+                    found = self._compare(program.call, program.whole(), parts, counted)
             result = (*program.result(), found)
         output, logs, matches = self._from_last_stage(result)
         if counted is not None:

@@ -10,7 +10,11 @@ from torch import nn
 __all__ = ["blocks", "initialiser", "predicts_next_token", "returned", "without_caches"]
 
 # Outputs that models return beside what they compute, as the encoders gave them.
-_BY_PRODUCTS = ("image_", "video_", "audio_", "vision_", "encoder_")
+_BY_PRODUCTS = {
+    *(f"{what}_hidden_states" for what in ("image", "video", "audio", "vision", "encoder")),
+    "encoder_attentions",
+    "encoder_last_hidden_state",
+}
 
 
 def _pretrained(module: nn.Module) -> list[Any]:
@@ -54,7 +58,7 @@ def returned(output: Any) -> Any:
     return {
         name: value
         for name, value in output.items()
-        if not name.startswith(_BY_PRODUCTS) and not isinstance(value, generic.ModelOutput)
+        if name not in _BY_PRODUCTS and not isinstance(value, generic.ModelOutput)
     }
 
 

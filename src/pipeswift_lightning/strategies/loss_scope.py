@@ -1,40 +1,42 @@
 """Whether the user's loss sees a micro-batch at a time or the whole batch, and with what weight."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor
 
+from pipeswift_lightning.strategies.comparison import LOSS, Matches, Shares
 from pipeswift_lightning.strategies.loss_weights import Rule, WeightError, Weighting
 from pipeswift_lightning.strategies.options import LossScope
-from pipeswift_lightning.strategies.records import (
-    LogRecord,
-    merge_outputs,
-    merge_records,
-)
 
-__all__ = [
-    "NOTHING_FITS",
-    "LossPolicy",
-    "Matches",
-    "Shares",
-    "StepResult",
-    "compare",
-    "is_checked",
-    "joined_states",
-]
+__all__ = ["LossPolicy", "is_checked", "joined_states"]
 
 _ALWAYS_CHECKED = 4
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-_LOSS = ""  # among the names of logged values
+_PATIENCE = 16  # checks that leave the loss's rule open
+_EXCLUDED = 4.0  # times what rounding explains
+_CLEARLY = 4.0  # times the best rule's errors
+_NOISE = 0.05  # errors of this size, in units of rounding, say nothing
 
-Shares = Mapping[Rule, tuple[float, ...]]
-Matches = Mapping[str, Mapping[Rule, float]]  # the rules that fit each value, with relative errors
-NOTHING_FITS: Matches = {_LOSS: {}}
+
+@dataclass(slots=True)
+class _Evidence:
+    """What checks have shown of rules that gave a value different weights, yet all fitted it."""
+
+    checks: int = 0
+    errors: dict[Rule, float] = field(default_factory=dict)
+
+    def better(self, rules: tuple[Rule, ...], errors: Mapping[Rule, float]) -> tuple[Rule, ...]:
+        """Take a check's errors, and return the rules that are not clearly worse than the best."""
+        self.checks += 1
+        for rule in rules:
+            self.errors[rule] = self.errors.get(rule, 0.0) + errors[rule]
+        if self.checks < _ALWAYS_CHECKED:
+            return rules
+        bound = max(_NOISE * self.checks, _CLEARLY * min(self.errors[rule] for rule in rules))
+        return tuple(rule for rule in rules if self.errors[rule] <= bound)
 
 
 class LossPolicy:
@@ -48,39 +50,54 @@ class LossPolicy:
     4, 8, 16, ... steps, and on each batch for which the rules that are left give different weights;
     at the first value that no rule explains the whole batch is kept for good.
 
+    A coarse precision may let several rules fit. One is chosen only if it fits clearly better over
+    some checks; else the loss sees whole batches. A logged value goes with the loss meanwhile.
+
     Args:
         chosen: What the user asked for.
         rules: The rules that may be the loss's.
+        told: Whether the user has named the weights, so that of rules that fit alike the likeliest
+            is meant.
     """
 
-    def __init__(self, chosen: LossScope, rules: tuple[Rule, ...]) -> None:
+    def __init__(self, chosen: LossScope, rules: tuple[Rule, ...], *, told: bool = False) -> None:
         self._chosen = chosen
+        self._told = told
         self._steps = 0
-        self._left: dict[str, tuple[Rule, ...]] = {_LOSS: rules}
+        self._left: dict[str, tuple[Rule, ...]] = {LOSS: rules}
         # Logged values may be means over samples, whatever the loss is.
         self._rules = tuple(dict.fromkeys((*rules, Rule.SAMPLES)))
-        self._told_apart: dict[str, dict[Rule, float]] = {}
-        self._checks_apart: dict[str, int] = {}
+        self._options = [str(chosen), told, *map(str, rules)]
+        self._evidence: dict[str, _Evidence] = {}
+        self._misses = 0  # checks in a row that rounding may or may not explain
         self.whole = chosen is LossScope.WHOLE_BATCH
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to choose alike."""
         left = {name: [str(rule) for rule in rules] for name, rules in self._left.items()}
+        evidence = {
+            name: (mine.checks, {str(rule): error for rule, error in mine.errors.items()})
+            for name, mine in self._evidence.items()
+        }
         return {
-            "chosen": str(self._chosen),
+            "options": self._options,
             "steps": self._steps,
             "whole": self.whole,
             "left": left,
+            "evidence": evidence,
+            "misses": self._misses,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``, unless the user has chosen otherwise since."""
-        if state["chosen"] != self._chosen:
+        """Go on from ``state``, unless the scope or the rules are others since: then begin anew."""
+        if state.get("options") != self._options:
             return
-        self._steps, self.whole = state["steps"], state["whole"]
-        for name, rules in state["left"].items():
-            left = tuple(Rule(rule) for rule in rules if rule in self._rules)
-            self._left[name] = left or self._left.get(name, self._rules)
+        self._steps, self.whole, self._misses = state["steps"], state["whole"], state["misses"]
+        self._left = {name: tuple(map(Rule, rules)) for name, rules in state["left"].items()}
+        self._evidence = {
+            name: _Evidence(checks, {Rule(rule): error for rule, error in errors.items()})
+            for name, (checks, errors) in state["evidence"].items()
+        }
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -95,24 +112,43 @@ class LossPolicy:
         """Return the scope of the next training step, and whether to check it.
 
         Args:
-            shares: The micro-batches' shares by each of ``rules`` that has some for this batch.
+            shares: The micro-batches' shares by each of ``rules`` that has some for this batch,
+                the likeliest rule first.
         """
         if self._chosen is LossScope.PER_SAMPLE:
             return LossScope.PER_SAMPLE, False
         if self.whole:
             return LossScope.WHOLE_BATCH, False
         step, self._steps = self._steps, self._steps + 1
-        check = is_checked(step) or any(_undecided(left, shares) for left in self._left.values())
+        check = (
+            is_checked(step) or self._misses > 0 or any(self._open(n, shares) for n in self._left)
+        )
         return (LossScope.WHOLE_BATCH if check else LossScope.PER_SAMPLE), check
+
+    def _open(self, name: str, shares: Shares) -> bool:
+        """Whether a value's weights for a batch need a check."""
+        if not _undecided(self._left[name], shares):
+            return False
+        # A logged value that never told its rules apart, such as a constant, holds nothing up.
+        mine = self._evidence.get(name)
+        return name == LOSS or mine is None or mine.checks < _ALWAYS_CHECKED
 
     def weighting(self, shares: Shares) -> Weighting:
         """Return the weights of a step that runs micro-batch by micro-batch."""
-        chosen = {name: self._choose(name, shares) for name in self._left}
-        loss = chosen.pop(_LOSS)
-        return Weighting(loss, chosen)
+        loss = self._choose(LOSS, shares)
+        logged = {
+            name: self._choose(name, shares, first=loss) for name in self._left if name != LOSS
+        }
+        return Weighting(
+            None if loss is Rule.SAMPLES else shares[loss],
+            {name: None if r is Rule.SAMPLES else shares[r] for name, r in logged.items()},
+        )
 
-    def _choose(self, name: str, shares: Shares) -> tuple[float, ...] | None:
-        rule = next((r for r in self._left[name] if r in shares), None)
+    def _choose(self, name: str, shares: Shares, *, first: Rule | None = None) -> Rule:
+        left = self._left[name]
+        if first in left and first is not None:
+            return first
+        rule = next((rule for rule in shares if rule in left), None)
         if rule is None:
             msg = (
                 'loss_weight="tokens", but the batch has no integer tensor named "labels". '
@@ -121,54 +157,71 @@ class LossPolicy:
                 "tokens that its loss is a mean over"
             )
             raise WeightError(msg)
-        return None if rule is Rule.SAMPLES else shares[rule]
+        return rule
 
     def settled(self, shares: Shares) -> Weighting | None:
         """Return the weights of the loss for a batch, if training has found them."""
-        left = self._left[_LOSS]
-        if self.whole or not self._steps or _undecided(left, shares):
+        if self.whole or not self._steps or _undecided(self._left[LOSS], shares):
             return None
-        return Weighting(self._choose(_LOSS, shares))
+        return Weighting(self.weighting(shares).loss)
 
     def learn(self, matches: Matches, shares: Shares) -> None:
         """Take the result of a check."""
-        for name, fitting in matches.items():
+        for name, errors in matches.items():
             left = self._left.get(name, self._rules)
-            kept = tuple(rule for rule in left if rule in fitting)
+            kept = tuple(rule for rule in left if errors.get(rule, math.inf) <= _EXCLUDED)
             if not kept:
-                self._keep_whole("the loss" if name == _LOSS else f"the logged value {name!r}")
+                if self._steps > _ALWAYS_CHECKED:
+                    rank_zero_warn(
+                        "pipeswift: some of the steps since the last check may have weighted "
+                        "micro-batches in a way that this batch does not allow. Set "
+                        'PipeSwiftStrategy(loss="whole_batch") to rule that out from the start.'
+                    )
+                what = "the loss" if name == LOSS else f"the logged value {name!r}"
+                self._keep_whole(
+                    f"{what} of a batch differs from the mean of its micro-batches' by more than "
+                    "rounding",
+                    'PipeSwiftStrategy(loss="per_sample") would weight micro-batches by their '
+                    "samples instead.",
+                )
                 return
             if _apart(kept, shares):
-                kept = self._settle(name, kept, fitting)
+                kept = self._evidence.setdefault(name, _Evidence()).better(kept, errors)
+            if name == LOSS:
+                missed = min(errors[rule] for rule in kept) > 1
+                self._misses = self._misses + 1 if missed else 0
+                kept = self._not_for_ever(kept, shares)
             self._left[name] = kept
 
-    def _settle(
-        self, name: str, kept: tuple[Rule, ...], fitting: Mapping[Rule, float]
-    ) -> tuple[Rule, ...]:
-        """Choose the better of rules that a low precision cannot tell apart, after a few checks."""
-        errors = self._told_apart.setdefault(name, {})
-        for rule in kept:
-            errors[rule] = errors.get(rule, 0.0) + fitting[rule]
-        self._checks_apart[name] = self._checks_apart.get(name, 0) + 1
-        if self._checks_apart[name] < _ALWAYS_CHECKED:
-            return kept
-        return (min(kept, key=lambda rule: errors[rule]),)
+    @staticmethod
+    def explained(matches: Matches) -> bool:
+        """Whether rounding may explain what differs in each value."""
+        return all(
+            min(errors.values(), default=math.inf) <= _EXCLUDED for errors in matches.values()
+        )
 
-    def _keep_whole(self, what_differs: str) -> None:
+    def _not_for_ever(self, kept: tuple[Rule, ...], shares: Shares) -> tuple[Rule, ...]:
+        """End the checks of a loss that they do not decide."""
+        evidence = self._evidence.get(LOSS)
+        open_still = evidence is not None and _apart(kept, shares) and evidence.checks >= _PATIENCE
+        if open_still and self._told:
+            kept = (next(rule for rule in shares if rule in kept),)
+        elif open_still or self._misses >= _PATIENCE:
+            self._keep_whole(
+                f"{_PATIENCE} checks in this precision do not tell whether the loss is a mean by "
+                + " or by ".join(kept),
+                'If you know, set PipeSwiftStrategy(loss_weight="samples") or "tokens", or define '
+                "micro_batch_weight(micro_batch) on the LightningModule.",
+            )
+        return kept
+
+    def _keep_whole(self, why: str, remedy: str) -> None:
         if self.whole:
             return
         self.whole = True
-        if self._steps > _ALWAYS_CHECKED:
-            rank_zero_warn(
-                "pipeswift: some of the steps since the last check weighted micro-batches in a "
-                "way that the loss of this batch does not allow. Set "
-                'PipeSwiftStrategy(loss="whole_batch") to rule that out from the start.'
-            )
         rank_zero_info(
-            f"pipeswift: {what_differs} of a batch is not the mean of its micro-batches', so "
-            "the loss sees whole batches: exact, in GPipe's order, with all micro-batches in "
-            'flight. PipeSwiftStrategy(loss="per_sample") would weight micro-batches by their '
-            "samples instead."
+            f"pipeswift: {why}, so the loss sees whole batches: exact, in GPipe's order, with all "
+            f"micro-batches in flight. {remedy}"
         )
 
 
@@ -195,33 +248,6 @@ def joined_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**states[0], "whole": whole, "left": left}
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave: of the whole batch, or of each micro-batch."""
-
-    outputs: Sequence[Any]
-    records: Sequence[Sequence[LogRecord]]
-    sizes: Sequence[int]
-
-
-def compare(whole: StepResult, parts: StepResult, shares: Shares) -> Matches:
-    """Return the rules under which the micro-batches give the loss and each value of the batch."""
-    found: dict[str, dict[Rule, float]] = {}
-    output, logs = whole.outputs[0], merge_records(whole.records, whole.sizes)
-    values = {_LOSS: _loss(output)} | {entry.name: entry.value for entry in logs}
-    for rule, share in shares.items():
-        weights = None if rule is Rule.SAMPLES else share
-        merged = merge_records(parts.records, parts.sizes, lambda _, w=weights: w)  # type: ignore[misc]
-        mine = {_LOSS: _loss(merge_outputs(parts.outputs, parts.sizes, weights))}
-        mine |= {entry.name: entry.value for entry in merged}
-        for name, value in values.items():
-            error = _error(value, mine.get(name)) if name in mine else None
-            fitting = found.setdefault(name, {})
-            if error is not None:
-                fitting[rule] = error
-    return found
-
-
 def is_checked(step: int) -> bool:
     """Whether a step is compared with the whole batch whatever is known: the first, then fewer.
 
@@ -240,19 +266,3 @@ def _apart(rules: Collection[Rule], shares: Shares) -> bool:
     """Whether the rules give different weights for a batch."""
     known = [shares[rule] for rule in rules if rule in shares]
     return any(abs(x - y) > 1e-12 for a, b in pairwise(known) for x, y in zip(a, b, strict=True))
-
-
-def _loss(output: object) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, dict) else output
-    return loss if isinstance(loss, Tensor) else None
-
-
-def _error(whole: Tensor | None, merged: Tensor | None) -> float | None:
-    """Return the relative error of ``merged``, or ``None`` if it is more than rounding."""
-    if whole is None or merged is None:
-        return 0.0 if whole is merged else None
-    tolerance = _TOLERANCE.get(whole.dtype, 1e-2)
-    a, b = whole.double(), merged.double()
-    if not torch.allclose(a, b, rtol=tolerance, atol=0.0, equal_nan=True):
-        return None
-    return float(((a - b).abs() / b.abs().clamp(min=1e-300)).nan_to_num().max())

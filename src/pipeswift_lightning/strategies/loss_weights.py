@@ -17,7 +17,7 @@ from torch import Tensor
 from pipeswift_lightning.strategies.hugging_face import predicts_next_token
 from pipeswift_lightning.strategies.options import LossScope, LossWeight, PipelineOptions
 
-__all__ = ["Rule", "WeightError", "Weighting", "rules_for", "shares"]
+__all__ = ["Rule", "WeightError", "Weighting", "ranked", "rules_for", "shares"]
 
 _IGNORED = -100
 
@@ -41,16 +41,17 @@ class Weighting:
 
     Attributes:
         loss: Shares of the loss; they sum to 1. ``None``: by samples.
-        logged: Shares by name of the logged value; names that are missing go with the loss.
-            ``None``: by samples, or by the ``batch_size`` that they were logged with.
+        logged: Shares by name of the logged value, as checks have found them; ``None``: by
+            samples, or by the ``batch_size`` that they were logged with. Names that are missing go
+            by that ``batch_size`` if they have one, else with the loss.
     """
 
     loss: tuple[float, ...] | None = None
     logged: Mapping[str, tuple[float, ...] | None] = field(default_factory=dict)
 
-    def of_log(self, name: str) -> tuple[float, ...] | None:
-        """Return the shares for the value logged as ``name``."""
-        return self.logged.get(name, self.loss)
+    def of_log(self, name: str, sized: bool) -> tuple[float, ...] | None:  # noqa: FBT001 -- a callback
+        """Return the shares for the value logged as ``name``, ``sized`` by a ``batch_size``."""
+        return self.logged.get(name, None if sized else self.loss)
 
 
 def rules_for(module: LightningModule, options: PipelineOptions) -> tuple[Rule, ...]:
@@ -65,11 +66,26 @@ def rules_for(module: LightningModule, options: PipelineOptions) -> tuple[Rule, 
         case LossWeight.SAMPLES:
             return (Rule.SAMPLES,)
         case LossWeight.TOKENS:
-            return tuple(tokens if checked else tokens[:1])
+            return tuple(tokens)
         case LossWeight.AUTO:
             return (Rule.SAMPLES, *tokens) if checked else (Rule.SAMPLES,)
         case _:
             assert_never(options.loss_weight)
+
+
+def ranked(rules: Sequence[Rule], *, own_loss: bool) -> tuple[Rule, ...]:
+    """Return rules in the order of likelihood for a step.
+
+    A causal model's own loss shifts the labels. A loss that the step computes need not: it is
+    taken to count all labels.
+
+    Example:
+        >>> ranked([Rule.NEXT_TOKENS, Rule.TOKENS], own_loss=False)[0]
+        <Rule.TOKENS: 'labels that are not -100'>
+    """
+    if own_loss:
+        return tuple(rules)
+    return tuple(sorted(rules, key=lambda rule: rule is Rule.NEXT_TOKENS))
 
 
 def shares(

@@ -12,7 +12,8 @@ class RecordedPlan:
 
     Attributes:
         layers: Number of layers of each stage.
-        sizes: Samples in each micro-batch; empty if no step had run.
+        sizes: Samples in each micro-batch; empty if no step had run, or if the last one ran in one
+            piece, as a loss that no weights explain has to: a resumed run may have other weights.
     """
 
     layers: tuple[int, ...]
@@ -27,10 +28,13 @@ class RecordedPlan:
         Example:
             >>> RecordedPlan.of([[0, 3], [3, 5]], [2, 2])
             RecordedPlan(layers=(3, 2), sizes=(2, 2))
+            >>> RecordedPlan.of([[0, 3], [3, 5]], [4]).fits(4)
+            False
         """
         if ranges is None:
             return None
-        return cls(tuple(stop - start for start, stop in ranges), tuple(sizes or ()))
+        split = tuple(sizes) if sizes is not None and len(sizes) > 1 else ()
+        return cls(tuple(stop - start for start, stop in ranges), split)
 
     def layers_for(self, num_layers: int) -> tuple[int, ...] | None:
         """Return the layers of each stage, if there are as many layers as there were."""

@@ -17,6 +17,9 @@ __all__ = ["LogRecord", "MergedLog", "logged_alike", "merge_outputs", "merge_rec
 __all__ += ["recorded", "replay"]
 
 
+WeightsOf = Callable[[str, bool], Sequence[float] | None]
+
+
 @dataclass(frozen=True, slots=True)
 class LogRecord:
     """One call of ``self.log`` in one micro-batch."""
@@ -79,7 +82,7 @@ def _detached(value: Any) -> Tensor | None:
 def merge_records(
     records: Sequence[Sequence[LogRecord]],
     sizes: Sequence[int],
-    weights_of: Callable[[str], Sequence[float] | None] = lambda _: None,
+    weights_of: WeightsOf | None = None,
 ) -> list[MergedLog]:
     """Merge the records of each micro-batch into those of the batch.
 
@@ -89,14 +92,15 @@ def merge_records(
     Args:
         records: For each micro-batch, its records.
         sizes: Samples of each micro-batch.
-        weights_of: Gives other weights for a name's means, or ``None``.
+        weights_of: Gives other weights for a name's means, or ``None``; told whether it has a
+            ``batch_size``.
     """
     grouped: dict[str, list[tuple[LogRecord, float]]] = {}
     samples: dict[str, float] = {}
     for i, mine in enumerate(records):
         for record in mine:
-            name, weights = record.name, weights_of(record.name)
-            given = record.options.get("batch_size")
+            name, given = record.name, record.options.get("batch_size")
+            weights = weights_of(name, given is not None) if weights_of is not None else None
             count = float(sizes[i] if given is None else given)
             grouped.setdefault(name, []).append((record, count if weights is None else weights[i]))
             samples[name] = samples.get(name, 0.0) + count

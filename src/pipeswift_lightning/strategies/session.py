@@ -31,12 +31,12 @@ from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
+from pipeswift_lightning.strategies.comparison import StepResult
 from pipeswift_lightning.strategies.contract import pipelined
 from pipeswift_lightning.strategies.division import divided_names
 from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
-from pipeswift_lightning.strategies.loss_scope import StepResult
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.optimizers import StageOptimizers

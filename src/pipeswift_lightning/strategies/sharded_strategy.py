@@ -239,7 +239,7 @@ class ShardedStrategy(StateStrategy):
         self._source.require_untouched(checkpoint["state_dict"])
         self._source.load_model(module, strict=strict)
         if self._division is not None:
-            self._division.read_later(self._source.find)
+            self._division.read_later(self._source.find, strict=strict)
         topology = self._source.topology
         if self._source.is_like(self.mesh):
             self.session.recorded = RecordedPlan.of(topology.layers, topology.micro_batches)

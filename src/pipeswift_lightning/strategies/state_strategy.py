@@ -118,7 +118,7 @@ class StateStrategy(MeshStrategy):
         if self._division is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._division.load(checkpoint["state_dict"])
+            self._division.load(checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Read single tensors out of safetensors files, so that each rank reads its own only."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,18 @@ class WeightFiles:
 
     Args:
         path: A file; or a folder with one, or with several and their index.
+        names: The module's names. The files' are the same, but for one prefix that all lack: the
+            one with which most are found.
 
     Raises:
         WeightError: There is no such file, or the folder holds several without an index.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, names: Iterable[str]) -> None:
         self._path = Path(path)
         self._safe_open: Any = _safetensors().safe_open
         self._files: Mapping[str, Path] = self._list()
+        self._prefix = _prefix(names, self._files)
 
     def _list(self) -> dict[str, Path]:
         if self._path.is_file():
@@ -67,14 +71,10 @@ class WeightFiles:
             return list(opened.keys())
 
     def _key(self, names: Collection[str]) -> str | None:
-        """Return the file's name for a tensor: the module's, with or without its first parts."""
-        for name in names:
-            parts = name.replace(".base_layer.", ".").split(".")
-            for start in range(max(1, len(parts) - 1)):
-                key = ".".join(parts[start:])
-                if key in self._files:
-                    return key
-        return None
+        """Return the file's name for a tensor: the module's, without the prefix."""
+        known = (_plain(name) for name in names)
+        short = (name.removeprefix(self._prefix) for name in known if name.startswith(self._prefix))
+        return next((name for name in short if name in self._files), None)
 
     def find(self, names: Collection[str]) -> Tensor | None:
         """Return the tensor of any of these names, or ``None``."""
@@ -97,10 +97,31 @@ class WeightFiles:
             msg = (
                 f"weights={str(self._path)!r} holds none of the module's parameters: it has "
                 f"{next(iter(self._files), 'nothing')!r}, the module {absent[0]!r}. Rule: names "
-                "agree, except for the module's first parts. Remedy: name the files of this model"
+                "agree, except for one prefix of the module's. Remedy: name the files of this model"
             )
             raise WeightError(msg)
         return absent
+
+
+def _plain(name: str) -> str:
+    """Return the name that a tensor had before an adapter was put around its layer."""
+    return name.replace(".base_layer.", ".")
+
+
+def _prefix(names: Iterable[str], files: Collection[str]) -> str:
+    """Return what the module's names have in front of the files', the shortest of equals.
+
+    Example:
+        >>> _prefix(["net.norm.weight", "net.out.norm.weight"], ["norm.weight", "out.norm.weight"])
+        'net.'
+    """
+    counts = Counter({"": 0})
+    for name in map(_plain, names):
+        parts = name.split(".")
+        for start in range(len(parts)):
+            if ".".join(parts[start:]) in files:
+                counts[".".join([*parts[:start], ""])] += 1
+    return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)))
 
 
 def _safetensors() -> Any:

@@ -24,7 +24,7 @@ from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
-from pipeswift_lightning.strategies.loss_scope import StepResult
+from pipeswift_lightning.strategies.comparison import StepResult
 from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded
 from pipeswift_lightning.strategies.step import StepCall, loss_of, without_graph
 from pipeswift_lightning.strategies.unjoined import Unjoined, aligned, constant

@@ -1,0 +1,94 @@
+"""Compare what a step gave for a whole batch with what its micro-batches give, rule by rule."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeswift_lightning.strategies.loss_weights import Rule
+from pipeswift_lightning.strategies.records import LogRecord, merge_outputs, merge_records
+from pipeswift_lightning.strategies.rounding import rounding_of
+
+__all__ = ["LOSS", "NOTHING_FITS", "Matches", "Shares", "StepResult", "compare"]
+
+LOSS = ""  # among the names of logged values
+
+Shares = Mapping[Rule, tuple[float, ...]]
+Matches = Mapping[str, Mapping[Rule, float]]  # each value's error by rule; 1: as rounding explains
+NOTHING_FITS: Matches = {LOSS: {}}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: of the whole batch, or of each micro-batch."""
+
+    outputs: Sequence[Any]
+    records: Sequence[Sequence[LogRecord]]
+    sizes: Sequence[int]
+
+
+def compare(whole: StepResult, parts: StepResult, shares: Shares, rounding: float) -> Matches:
+    """Return how well the micro-batches give the loss and each value of the batch by each rule.
+
+    All is merged in float64, whatever the values' types. An error is relative to the values, or to
+    the micro-batches' if these cancel out.
+
+    Args:
+        whole: Of the batch.
+        parts: Of its micro-batches.
+        shares: By rule.
+        rounding: The relative error that the precision in use explains.
+    """
+    found: dict[str, dict[Rule, float]] = {}
+    values = _merged(whole, None)
+    units = {name: max(rounding, rounding_of(dtype)) for name, dtype in _types(whole).items()}
+    for rule, share in shares.items():
+        weights = None if rule is Rule.SAMPLES else share
+        mine, sizes = _merged(parts, weights), _merged(parts, weights, torch.abs)
+        for name, value in values.items():
+            error = _error(value, mine[name], sizes[name]) if name in mine else math.inf
+            found.setdefault(name, {})[rule] = error / units.get(name, rounding)
+    return found
+
+
+def _merged(
+    result: StepResult,
+    weights: Sequence[float] | None,
+    change: Callable[[Tensor], Tensor] = lambda x: x,
+) -> dict[str, Tensor | None]:
+    losses = [_loss(output) for output in result.outputs]
+    known = [change(loss.double()) for loss in losses if loss is not None]
+    records = [
+        [r if r.value is None else replace(r, value=change(r.value.double())) for r in mine]
+        for mine in result.records
+    ]
+    logs = merge_records(records, result.sizes, lambda *_: weights)
+    whole = len(known) == len(losses)
+    loss = merge_outputs(known, result.sizes, weights) if whole else None
+    return {LOSS: loss} | {entry.name: entry.value for entry in logs}
+
+
+def _types(result: StepResult) -> dict[str, torch.dtype]:
+    values = {r.name: r.value for mine in result.records for r in mine}
+    values[LOSS] = _loss(result.outputs[0])
+    return {name: value.dtype for name, value in values.items() if value is not None}
+
+
+def _loss(output: object) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _error(whole: Tensor | None, merged: Tensor | None, magnitude: Tensor | None) -> float:
+    """Return the relative error of ``merged``."""
+    if whole is None or merged is None or magnitude is None:
+        return 0.0 if whole is merged else math.inf
+    if whole.shape != merged.shape:
+        return math.inf
+    scale = torch.maximum(whole.abs(), magnitude.abs()).clamp(min=1e-300)
+    same = (whole == merged) | (whole.isnan() & merged.isnan())
+    errors = ((whole - merged).abs() / scale).nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(errors.masked_fill(same, 0.0).max())
