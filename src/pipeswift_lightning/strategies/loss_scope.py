@@ -1,7 +1,7 @@
 """Whether the user's loss sees a micro-batch at a time or the whole batch, and with what weight."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
