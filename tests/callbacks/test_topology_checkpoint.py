@@ -23,7 +23,7 @@ from pipeswift_lightning.strategies.consolidate import consolidate
 from tests.helpers.distributed import run_ranks
 from tests.helpers.modules import Language, Transformer, loaders, tokens
 from tests.helpers.networks import Grouped
-from tests.helpers.parity import fit, make_trainer, quiet
+from tests.helpers.parity import fit, lone_trainer, make_trainer, quiet
 
 DATA = loaders(tokens)
 
@@ -146,17 +146,7 @@ def test_it_saves_when_asked_and_reuses_what_it_recorded(tmp_path: Path) -> None
 
 def _trainer(**kwargs: Any) -> Trainer:
     quiet()
-    return Trainer(
-        strategy=PipeSwiftStrategy(),
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        max_epochs=1,
-        **kwargs,
-    )
+    return lone_trainer(PipeSwiftStrategy(), max_epochs=1, **kwargs)
 
 
 @pytest.fixture(scope="module")

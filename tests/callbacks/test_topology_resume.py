@@ -15,23 +15,14 @@ from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
 from pipeswift_lightning.strategies.consolidate import consolidate
 from tests.helpers.modules import Language, Transformer, loaders, tokens
-from tests.helpers.parity import quiet
+from tests.helpers.parity import lone_trainer, quiet
 
 DATA = loaders(tokens)
 
 
 def _trainer(**kwargs: Any) -> Trainer:
     quiet()
-    return Trainer(
-        strategy=PipeSwiftStrategy(),
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, **kwargs},
-    )
+    return lone_trainer(PipeSwiftStrategy(), **{"max_epochs": 1, **kwargs})
 
 
 class Clamps(Language):

@@ -137,6 +137,20 @@ def make_trainer(strategy: Any, outcome: Outcome | None = None, **kwargs: Any) -
     )
 
 
+def lone_trainer(strategy: Any, **kwargs: Any) -> Trainer:
+    """A Trainer on one device, in this very process, that writes and prints nothing."""
+    return Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **kwargs,
+    )
+
+
 def _seed() -> None:
     torch.manual_seed(7)
 

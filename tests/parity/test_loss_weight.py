@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn import functional
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
 from tests.helpers.modules import WIDTH, Block
-from tests.helpers.parity import Failures, compare, fit, plain
+from tests.helpers.parity import Failures, compare, fit, lone_trainer, plain
 
 LENGTH, CLASSES = 5, 4
 
@@ -147,16 +147,10 @@ def _calls(module: Tokens, steps: int) -> int:
 
 def fit_alone(module: Tokens, steps: int, data: tuple[DataLoader, ...], **options: Any) -> None:
     torch.manual_seed(0)
-    trainer = Trainer(
-        strategy=PipeSwiftStrategy(**{"micro_batches": 4, **options}),
-        accelerator="cpu",
-        devices=1,
+    trainer = lone_trainer(
+        PipeSwiftStrategy(**{"micro_batches": 4, **options}),
         max_steps=steps,
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     trainer.fit(module, *data)

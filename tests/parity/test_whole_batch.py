@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
-from tests.helpers.parity import differences, fit, plain
+from tests.helpers.parity import differences, fit, lone_trainer, plain
 
 
 class Block(nn.Module):
@@ -188,16 +188,10 @@ def _calls_in_last_step(loss: str, function: Callable[..., torch.Tensor]) -> int
 def _fit_alone(module: Callable[[], Module], loss: str, steps: int) -> None:
     torch.manual_seed(0)
     fitted = module()
-    trainer = Trainer(
-        strategy=PipeSwiftStrategy(micro_batches=4, loss=loss),
-        accelerator="cpu",
-        devices=1,
+    trainer = lone_trainer(
+        PipeSwiftStrategy(micro_batches=4, loss=loss),
         max_steps=steps,
         precision="64-true",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         limit_val_batches=0,
     )
     trainer.fit(fitted, loaders()[0])
