@@ -1,6 +1,7 @@
 """From a notebook, from LightningCLI, and under a cluster's scheduler."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,7 +63,8 @@ def fitting(strategy: str, devices: int) -> str:
 
 
 def results(said: str) -> list[str]:
-    return sorted(line.partition("RESULT ")[2] for line in said.splitlines() if "RESULT" in line)
+    # Ranks share the pipe: one's line may begin behind another's, before its line end is written.
+    return sorted(re.findall(r"RESULT (rank \d+ of \d+: -?\d+\.\d{6})", said))
 
 
 def completed(command: list[str], **kwargs: object) -> str:
