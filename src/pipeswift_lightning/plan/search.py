@@ -73,6 +73,7 @@ def choose_plan(
     *,
     num_micro_batches: int | Sequence[int] | None = None,
     schedules: Sequence[str] = ("1f1b", "gpipe"),
+    evaluations: int | None = None,
 ) -> Choice:
     """Return the plan with the least predicted step time.
 
@@ -82,6 +83,8 @@ def choose_plan(
             ``numbers_to_try``. The fixed cost of a layer in the cost model keeps them from running
             away.
         schedules: Schedules to choose from.
+        evaluations: Budget of each search, for a plan that must not take long. None: what each
+            takes by itself, and once more for the best number of micro-batches.
 
     Raises:
         PartitionError: Nothing fits into memory.
@@ -99,13 +102,15 @@ def choose_plan(
     numbers = _numbers(workload, num_micro_batches)
     candidates: list[Candidate] = []
     failures: Failures = {}
-    quick = _SWEEP_EVALUATIONS if len(numbers) > 1 else None
+    quick = evaluations
+    if quick is None and len(numbers) > 1:
+        quick = _SWEEP_EVALUATIONS
     for m in numbers:
         for name in schedules:
             candidates += plans(workload, name, m, evaluations=quick, failures=failures)
     if not candidates:
         raise next(iter(failures.values()))
-    if quick is not None:
+    if quick is not None and evaluations is None:
         best = _choose(candidates, workload.model.relative_error)
         m = len(best.formation.samples)
         candidates += [
@@ -128,6 +133,8 @@ def choose_plan(
 
 
 def _numbers(workload: Workload, wanted: int | Sequence[int] | None) -> tuple[int, ...]:
+    if workload.sizes is not None:
+        return (len(workload.sizes),)
     if wanted is None:
         return numbers_to_try(len(workload.lengths), workload.num_stages)
     return (wanted,) if isinstance(wanted, int) else tuple(sorted(set(wanted)))

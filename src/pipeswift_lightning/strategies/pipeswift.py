@@ -57,13 +57,14 @@ class PipeSwiftStrategy(ObservedStrategy):
             replicate the pipeline (``devices=4, stages=2`` trains 2 pipelines, data parallel).
         micro_batches: Number of micro-batches in a batch, a list of their sizes in samples, or
             ``"auto"``.
-        schedule: ``"1f1b"`` or ``"gpipe"``.
+        schedule: ``"1f1b"``, ``"gpipe"``, or ``"auto"``: what the costs choose, else 1F1B.
         warm_up: 1F1B's warm-up: a depth for each stage, or a factor from 1 to 2 (deeper hides
             latency and variance, and keeps more micro-batches in memory).
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
             Several names, or ``None`` where every rank runs whole steps: several networks.
-        partition: Number of layers of each stage. ``None`` balances their estimated cost.
+        partition: Number of layers of each stage, or ``"uniform"`` for as many in each. ``None``
+            balances their measured costs, if there are ``costs``, else an estimate.
         loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
             each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
             not (a contrastive loss): it runs once on all outputs, with every micro-batch in
@@ -84,6 +85,12 @@ class PipeSwiftStrategy(ObservedStrategy):
             ``True`` for all, or so many of each stage, or a list with a number for each stage.
         compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
             its arguments.
+        costs: A file with the costs of the layers, or ``"measure"`` to measure them at the first
+            batch. They choose what is not given: partition, micro-batches, their order, warm-up and
+            schedule. ``None``: equal runs of samples in the data's order.
+        trim: Whether, where costs choose, padding is cut off that a micro-batch does not need:
+            ``"auto"`` compares some steps with the whole batch's, and stops if that differs.
+        memory_limit: Bytes that a stage may take, or a list for each stage.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -112,10 +119,10 @@ class PipeSwiftStrategy(ObservedStrategy):
         *,
         stages: int | None = None,
         micro_batches: int | str | Sequence[int] | None = "auto",
-        schedule: str = "1f1b",
+        schedule: str = "auto",
         warm_up: Sequence[int] | float | None = None,
         network: str | Sequence[str] | None = None,
-        partition: Sequence[int] | None = None,
+        partition: Sequence[int] | str | None = None,
         loss: str = "auto",
         loss_weight: str = "auto",
         weights: str | Path | None = None,
@@ -123,6 +130,9 @@ class PipeSwiftStrategy(ObservedStrategy):
         receive_window: int | None = None,
         recompute: bool | int | Sequence[int] = False,
         compile: bool | str | Mapping[str, Any] = False,
+        costs: str | Path | None = None,
+        trim: bool | str = "auto",
+        memory_limit: Sequence[float] | float | None = None,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -146,6 +156,9 @@ class PipeSwiftStrategy(ObservedStrategy):
                 network=network,
                 recompute=recompute,
                 compile=compile,
+                costs=costs,
+                trim=trim,
+                memory_limit=memory_limit,
             ),
             silence_s=silence_s,
             backend=process_group_backend,

@@ -10,14 +10,11 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
-from pipeswift_lightning.plan.planner import Plan, make_plan
+from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
-from pipeswift_lightning.runtime.batching import (
-    structure_of,
-)
+from pipeswift_lightning.runtime.batching import structure_of
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
@@ -41,8 +38,10 @@ from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.planning import StepPlanner, plan_of
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
-from pipeswift_lightning.strategies.stages import check_fits, choose_partition
+from pipeswift_lightning.strategies.stages import check_fits, choose_partition, fixed_partition
+from pipeswift_lightning.strategies.start_planning import start_planning
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.step_times import gather_timeline
 from pipeswift_lightning.strategies.transparent import TransparentNetworks
@@ -103,6 +102,7 @@ class PipelineSession:
         self._running = False
         self._changes = ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
+        self.planner = StepPlanner(module, options, self.num_stages)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -177,10 +177,13 @@ class PipelineSession:
         with preserved_rng(self.device):
             trace = self._trace(call) if self.num_stages > 1 else None
             whole = scope is LossScope.WHOLE_BATCH
-            plan = self._plan(call, whole=whole)
+            assert self.partition is not None
+            plan = plan_of(call, self.partition, self.options, whole=whole)
+            if call.training:
+                self.plan = plan
             facts = {
                 "plan": plan.digest,
-                "micro-batches": str(plan.micro_batches.sizes),
+                "micro-batches": str(call.samples or call.sizes),
                 "layers": str(self._order),
                 "loss": scope,
                 "weights": str(call.weighting),
@@ -260,20 +263,6 @@ class PipelineSession:
         layers = self.partition.ranges[self.stage]
         return layers.start, layers.stop
 
-    def _plan(self, call: StepCall, *, whole: bool) -> Plan:
-        assert self.partition is not None
-        plan = make_plan(
-            partition=self.partition,
-            micro_batches=MicroBatches(call.sizes),
-            schedule_name="gpipe" if whole else self.options.schedule,
-            warm_up=None if whole else self.options.warm_up,
-            training=call.training,
-            receive_window=self.options.receive_window,
-        )
-        if call.training:
-            self.plan = plan
-        return plan
-
     def _agree(self, facts: Mapping[str, str]) -> None:
         if self.num_stages == 1:
             return
@@ -285,7 +274,7 @@ class PipelineSession:
     def _trace(self, call: StepCall) -> StepTrace | None:
         """Return how the step's layers hang together; the first time, cut the module."""
         if self.num_stages == 1:
-            self._assemble_single()
+            self._assemble_single(call)
             if len(call.sizes) == 1:
                 return None
         first = call.micro_batches[0]
@@ -301,7 +290,7 @@ class PipelineSession:
                 self.make_transparent(pipelined(networks, self.groups.mesh), why)
                 return trace
             if self.num_stages > 1:
-                self._fit_to(trace, call.hook)
+                self._fit_to(trace, call)
             self._traces[key] = trace
         return trace
 
@@ -314,25 +303,30 @@ class PipelineSession:
             with self._optimizers.made_whole():
                 share.bring_back(self.groups, self.device)
 
-    def _fit_to(self, trace: StepTrace, hook: str) -> None:
+    def _fit_to(self, trace: StepTrace, call: StepCall) -> None:
         if self.partition is None:
-            self._assemble(trace)
+            self._assemble(trace, call)
         else:
             assert self.share is not None
             owners = self.share.owners
-            check_fits(self.module, self.network, trace, hook, self._order, owners, self.partition)
+            check_fits(
+                self.module, self.network, trace, call.hook, self._order, owners, self.partition
+            )
 
-    def _assemble_single(self) -> None:
+    def _assemble_single(self, call: StepCall) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
+            if self.options.costs is not None and len(call.sizes) > 1:
+                start_planning(self.planner, self.options, call, self.partition.num_layers)
             self._wrappers.choose(range(len(self.network.layers)), 0, 1)
             self._optimizers.keep_local()
 
-    def _assemble(self, trace: StepTrace) -> None:
-        chosen = self.options.partition
-        if chosen is None and self.recorded is not None:
-            chosen = self.recorded.layers_for(trace.num_layers)
-        self.partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
+    def _assemble(self, trace: StepTrace, call: StepCall) -> None:
+        fixed = fixed_partition(self.options, self.recorded, trace.num_layers, self.num_stages)
+        if self.options.costs is not None:
+            with in_collective("planning on the first rank", self.progress):
+                fixed = start_planning(self.planner, self.options, call, trace.num_layers, fixed)
+        self.partition = choose_partition(self.module, self.network, trace, fixed, self.num_stages)
         self._order = trace.order
         layers = trace.order[slice(*self._range())]
         self._wrappers.choose(layers, self.stage, self.num_stages)

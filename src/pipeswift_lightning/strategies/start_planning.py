@@ -1,0 +1,56 @@
+"""Begin to plan: the costs, the partition and the number of micro-batches, chosen once for all."""
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from pipeswift_lightning.plan.cost_model import CostModel
+from pipeswift_lightning.plan.partition import Partition, explicit_partition
+from pipeswift_lightning.strategies.cost_source import from_rank_zero, read_costs
+from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.planning import StepPlanner
+from pipeswift_lightning.strategies.step import StepCall
+
+__all__ = ["start_planning"]
+
+
+def start_planning(
+    planner: StepPlanner,
+    options: PipelineOptions,
+    call: StepCall,
+    num_layers: int,
+    fixed: Partition | None = None,
+) -> Partition:
+    """Get the costs and choose from them, on the first rank; a collective of all ranks.
+
+    Args:
+        planner: Plans from now on.
+        options: What the user chose.
+        call: The first step; the first rank's batch decides.
+        num_layers: Layers that a step calls.
+        fixed: The partition, if it is chosen already.
+
+    Returns:
+        The partition.
+
+    Raises:
+        CostError: The costs cannot be read, or are another network's.
+        PartitionError: Nothing fits into memory.
+    """
+    assert options.costs is not None
+    path = options.costs
+
+    def choose() -> tuple[str, tuple[int, ...], int]:
+        model = read_costs(path, num_layers)
+        choice = planner.first(model, call, fixed)
+        chosen = choice.chosen
+        gain = 1 - chosen.step_s / choice.plain.step_s if choice.plain.step_s else 0.0
+        rank_zero_info(
+            f"pipeswift: planned from {path}: {chosen.name}; layers of each stage "
+            f"{[len(r) for r in chosen.partition.ranges]}; a step like the first takes "
+            f"{chosen.step_s:.3g} s by prediction, {gain:.0%} less than equal runs of samples."
+        )
+        return model.to_json(), chosen.partition.starts, len(chosen.formation.samples)
+
+    text, starts, number = from_rank_zero(choose)
+    partition = explicit_partition(num_layers, starts=starts)
+    planner.begin(CostModel.from_json(text), partition, number)
+    return partition
