@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.strategies import planning
@@ -99,8 +98,11 @@ def test_plans_of_four_stages_and_of_replicas(cost_file: Path) -> None:
     for name in ("from the start", "packed, told"):
         check(failures, f"{name}, 4 stages", CASES[name], cost_file)
     module, data = Padded, partial(loader, num=32)
-    want = fit(module, data, DDPStrategy(process_group_backend="gloo"), max_epochs=1)
-    del want
+    strategy = {**NOW, "stages": 2}  # without costs; other tests compare that with DDP
+    want = fit(module, data, PipeSwiftStrategy(**strategy), max_epochs=1)
+    compare(
+        failures, "replicas", module, data, {**strategy, "costs": cost_file}, want, max_epochs=1
+    )
     failures.check()
 
 
@@ -118,9 +120,7 @@ class Seen(Padded):
 
 def fit_alone(module: LightningModule, strategy: Any, data: Any, steps: int = 2) -> None:
     torch.manual_seed(0)
-    trainer = lone_trainer(
-        strategy, max_steps=steps, precision="64-true", num_sanity_val_steps=0
-    )
+    trainer = lone_trainer(strategy, max_steps=steps, precision="64-true", num_sanity_val_steps=0)
     trainer.fit(module, data)
 
 

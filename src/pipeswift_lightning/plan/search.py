@@ -111,13 +111,7 @@ def choose_plan(
     if not candidates:
         raise next(iter(failures.values()))
     if quick is not None and evaluations is None:
-        best = _choose(candidates, workload.model.relative_error)
-        m = len(best.formation.samples)
-        candidates += [
-            replace(found, name=f"{found.name}, searched longer")
-            for found in plans(workload, best.schedule_name, m, evaluations=None, failures={})
-            if found.reorders
-        ]
+        candidates += _searched_longer(workload, _choose(candidates, workload.model.relative_error))
     chosen = _choose(candidates, workload.model.relative_error)
     plain = min(
         (c for c in candidates if c.is_plain and c.schedule_name == schedules[0]),
@@ -130,6 +124,12 @@ def choose_plan(
         _rejections(candidates, chosen, failures, workload.model.relative_error),
         _sweep(numbers, candidates),
     )
+
+
+def _searched_longer(workload: Workload, best: Candidate) -> list[Candidate]:
+    m = len(best.formation.samples)
+    found = plans(workload, best.schedule_name, m, evaluations=None, failures={})
+    return [replace(x, name=f"{x.name}, searched longer") for x in found if x.reorders]
 
 
 def _numbers(workload: Workload, wanted: int | Sequence[int] | None) -> tuple[int, ...]:

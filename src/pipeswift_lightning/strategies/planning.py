@@ -59,13 +59,14 @@ class StepPlanner:
         num_stages: Number of stages.
 
     Attributes:
+        module: The user's module.
         trims: Whether padding may be cut off that a micro-batch does not need; a check may have
             found that it changes what the step gives.
         choice: The plan of the last step that was planned.
     """
 
     def __init__(self, module: LightningModule, options: PipelineOptions, num_stages: int) -> None:
-        self._module, self._options, self._num_stages = module, options, num_stages
+        self.module, self._options, self._num_stages = module, options, num_stages
         self._model: CostModel | None = None
         self._partition: Partition | None = None
         self._number: int | None = None
@@ -120,7 +121,7 @@ class StepPlanner:
         samples = choice.formation.samples
         trimmed = known.free and (call.packed or bool(known.lengths.dims))
         if self._splits_itself:
-            split: Any = self._module.split_batch
+            split: Any = self.module.split_batch
             parts = split(call.batch, choice.formation.sizes)
         elif trimmed:
             parts = form_batches(call.source, samples, known.lengths)
@@ -156,6 +157,10 @@ class StepPlanner:
         self.trims = False
         self._chosen.clear()
 
+    def record(self) -> dict[str, Any]:
+        """Return the plan of the last step as plain values; empty if there is none."""
+        return {} if self.choice is None else self.choice.summary()
+
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to plan alike."""
         return {
@@ -174,7 +179,7 @@ class StepPlanner:
 
     @property
     def _splits_itself(self) -> bool:
-        return callable(getattr(self._module, "split_batch", None))
+        return callable(getattr(self.module, "split_batch", None))
 
     def _known(self, call: StepCall) -> _Known:
         lengths, layout = self._lengths(call), Layout.PADDED
@@ -183,7 +188,7 @@ class StepPlanner:
             lengths = SampleLengths((_width(call.batch, call.num_samples),) * call.num_samples, {})
         if call.packed:
             layout = Layout.PACKED
-        hook = getattr(self._module, "sample_sessions", None)
+        hook = getattr(self.module, "sample_sessions", None)
         sessions = tuple(hook(call.batch)) if callable(hook) else None
         return _Known(lengths, layout, free, sessions)
 
@@ -192,10 +197,10 @@ class StepPlanner:
             return SampleLengths(call.source.lengths, {})
         if not self.trims:
             return None
-        hook = getattr(self._module, "sample_lengths", None)
+        hook = getattr(self.module, "sample_lengths", None)
         if callable(hook):
             return told_lengths(
-                call.batch, hook(call.batch), getattr(self._module, "length_dims", {})
+                call.batch, hook(call.batch), getattr(self.module, "length_dims", {})
             )
         return find_lengths(call.batch)
 

@@ -1,5 +1,6 @@
 """Begin to plan: the costs, the partition and the number of micro-batches, chosen once for all."""
 
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.plan.cost_model import CostModel
@@ -53,4 +54,18 @@ def start_planning(
     text, starts, number = from_rank_zero(choose)
     partition = explicit_partition(num_layers, starts=starts)
     planner.begin(CostModel.from_json(text), partition, number)
+    _write_down(planner.module, path, partition, number)
     return partition
+
+
+def _write_down(module: LightningModule, path: str, partition: Partition, number: int) -> None:
+    """Put what was chosen for the whole run into the loggers' configuration."""
+    if not module.trainer.is_global_zero:
+        return
+    chosen = {
+        "pipeswift/costs": path,
+        "pipeswift/partition": [len(layers) for layers in partition.ranges],
+        "pipeswift/micro_batches": number,
+    }
+    for logger in module.trainer.loggers:
+        logger.log_hyperparams(chosen)

@@ -115,6 +115,8 @@ class TransparentNetworks:
             if id(parameter) not in pipelined:
                 parameter.data = parameter.data.to(self.device)
         self._watch()
+        if self._options.costs is not None:
+            rank_zero_warn("pipeswift: costs= plans no steps that every rank runs whole; unused.")
         names = ", ".join(network.name for network in self._networks.values()) or "nothing"
         rank_zero_info(
             f"pipeswift: every rank runs the whole step (transparent mode), since {why}. "
