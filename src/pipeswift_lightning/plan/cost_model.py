@@ -3,13 +3,13 @@
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
-from pipeswift_lightning.plan.costs import CostError, StepCosts
+from pipeswift_lightning.plan.costs import CostError, Link, Origin, StepCosts
 from pipeswift_lightning.plan.partition import Partition
 
 __all__ = ["CostModel", "Fit", "LayerModel", "Measurement", "Shape", "TimeModel", "fit_time"]
@@ -162,6 +162,8 @@ class LayerModel:
         output_bytes_per_token: What a cut after the layer sends for each token.
         activation_bytes_per_token: What it keeps of each token for its backward.
         recomputed_bytes_per_token: What it keeps if it is recomputed: its inputs.
+        input_gradient: The part of the backward that gives the inputs' gradients, which the
+            stage before waits for; the rest gives the weights'. None: it was not told apart.
     """
 
     forward: TimeModel
@@ -170,6 +172,7 @@ class LayerModel:
     output_bytes_per_token: float = 0.0
     activation_bytes_per_token: float = 0.0
     recomputed_bytes_per_token: float = 0.0
+    input_gradient: TimeModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +182,8 @@ class CostModel:
     Args:
         layers: One for each layer.
         relative_error: By how much a predicted step may be off: a gain below it is none.
+        link: The slowest link between neighbouring stages. None: it was not measured.
+        origin: What was measured, and where. None: nothing was.
 
     Raises:
         CostError: There is no layer, or the error is negative.
@@ -195,6 +200,8 @@ class CostModel:
 
     layers: tuple[LayerModel, ...]
     relative_error: float = 0.0
+    link: Link | None = None
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -283,21 +290,28 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the model that ``to_json`` wrote.
+        """Return the model that ``to_json`` wrote, or that of a profile.
 
         Raises:
             CostError: The text is no cost model.
         """
         try:
             data = json.loads(text)
-            layers = []
-            for layer in data.pop("layers"):
-                forward, backward = (TimeModel(**layer.pop(n)) for n in ("forward", "backward"))
-                layers.append(LayerModel(forward=forward, backward=backward, **layer))
-            return cls(layers=tuple(layers), **data)
+            data = data.get("model", data)  # a profile has its model under this name
+            parts = {"link": Link, "origin": Origin}
+            for name, kind in parts.items():
+                if data.get(name) is not None:
+                    data[name] = kind(**data[name])
+            return cls(**{**data, "layers": tuple(map(_layer, data["layers"]))})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             message = (
                 f"this is no cost model: {error}. Rule: the JSON that CostModel.to_json() writes. "
                 "Remedy: profile the network again"
             )
             raise CostError(message) from error
+
+
+def _layer(data: Mapping[str, Any]) -> LayerModel:
+    names = ("forward", "backward", "input_gradient")
+    times = {name: TimeModel(**data[name]) for name in names if data.get(name) is not None}
+    return LayerModel(**{**data, **times})
