@@ -253,8 +253,14 @@ def layer_profiles(
 ) -> tuple[LayerProfile, ...]:
     """Put together what ranks have measured; all layers must be among it."""
     samples = {position: s for part in parts for position, s in part.layers.items()}
-    num_shapes = len(parts[0].value_bytes)
-    sizes: list[dict[int, int]] = [{} for _ in range(num_shapes)]
+    missing = [position for position in range(trace.num_layers) if position not in samples]
+    if missing:
+        message = (
+            f"layers {missing} (in call order) were measured by no rank. Rule: each layer is "
+            "owned by one rank. Remedy: leave `owned` out, and they are shared equally"
+        )
+        raise ProfileError(message)
+    sizes: list[dict[int, int]] = [{} for _ in max((part.value_bytes for part in parts), key=len)]
     for part in parts:
         for i, seen in enumerate(part.value_bytes):
             sizes[i].update(seen)
