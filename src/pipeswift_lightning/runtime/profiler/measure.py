@@ -65,6 +65,7 @@ class Subject:
         run: Runs one step (up to its loss, if there is one) on a micro-batch.
         device: Where the layers are to run.
         trace: The order of the layers and what flows between them, if that is known already.
+        network: The module whose call runs the layers; by default ``module``.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Subject:
         run: Callable[[Any], Any],
         device: torch.device,
         trace: StepTrace | None = None,
+        network: nn.Module | None = None,
     ) -> None:
         self.module, self.layers, self.device = module, tuple(layers), device
+        self._network = network or module
         self._run = run
         self._trace = trace
 
@@ -98,7 +101,7 @@ class Subject:
         return self._trace
 
     def _discovered(self, step: Callable[[], Any]) -> StepTrace:
-        cut = LayerCut(self.module, self.layers, network_name="network", device=self.device)
+        cut = LayerCut(self._network, self.layers, network_name="network", device=self.device)
         names = {id(p): name for name, p in self.module.named_parameters()}
         cut.install()
         try:
