@@ -103,7 +103,7 @@ class Fit:
     relative_error: float
 
 
-def fit_time(measurements: Sequence[Measurement]) -> Fit:
+def fit_time(measurements: Sequence[Measurement], *, quadratic: bool = True) -> Fit:
     """Return the model whose relative errors are least, none of its coefficients negative.
 
     Least squares of the relative errors, exact under the sign constraint: the best of the
@@ -111,6 +111,7 @@ def fit_time(measurements: Sequence[Measurement]) -> Fit:
 
     Args:
         measurements: At least one; several lengths are needed to tell the terms apart.
+        quadratic: Whether squared lengths may cost something.
 
     Raises:
         CostError: There is none, or one is not above 0.
@@ -135,8 +136,9 @@ def fit_time(measurements: Sequence[Measurement]) -> Fit:
     terms /= np.array([p.seconds for p in measurements])[:, None]
     scale = terms.max(axis=0)
     best_error, best = math.inf, np.zeros(3)
-    for size in (1, 2, 3):
-        for which in itertools.combinations(range(3), size):
+    num_terms = 3 if quadratic else 2
+    for size in range(1, num_terms + 1):
+        for which in itertools.combinations(range(num_terms), size):
             chosen = list(which)
             found = np.linalg.lstsq(
                 terms[:, chosen] / scale[chosen], np.ones(len(terms)), rcond=None

@@ -1,6 +1,7 @@
 """What was measured of a network's layers, and the cost model that it gives."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
@@ -16,7 +17,7 @@ from pipeswift_lightning.plan.cost_model import (
 )
 from pipeswift_lightning.plan.costs import CostError, Link, Origin
 
-__all__ = ["CostProfile", "HeldOut", "LayerProfile", "LayerSample"]
+__all__ = ["CostProfile", "HeldOut", "LayerProfile", "LayerSample", "fit_link", "slowest_link"]
 
 _LEAST_S = 1e-9  # A clock's tick: nothing can be fitted to no time at all.
 _FEWEST = 4  # Shapes with which one can be held out, and the rest still tell three terms apart.
@@ -271,3 +272,39 @@ def _forward_s(sample: LayerSample) -> float:
 
 def _backward_s(sample: LayerSample) -> float:
     return sample.backward_s
+
+
+def fit_link(points: Sequence[tuple[int, float]]) -> Link:
+    """Return the link on which messages take most nearly these times.
+
+    Least squares of the relative errors; neither the latency nor the time a byte is negative.
+
+    Args:
+        points: Pairs (bytes, seconds), of two sizes or more to tell both terms apart.
+
+    Raises:
+        CostError: There is none, or one is not above 0.
+
+    Example:
+        >>> link = fit_link([(8, 1e-4 + 8e-9), (10**6, 1e-4 + 1e-3)])
+        >>> round(link.latency_s * 1e6), round(link.bandwidth_bytes_per_s / 1e6)
+        (100, 1000)
+    """
+    # A message is a micro-batch of one sample, which is as long as it has bytes; its time has no
+    # square in it.
+    model = fit_time([Measurement(1, *point) for point in points], quadratic=False).model
+    per_byte_s = model.token_s
+    return Link(
+        latency_s=model.fixed_s,
+        bandwidth_bytes_per_s=1 / per_byte_s if per_byte_s > 0 else math.inf,
+    )
+
+
+def slowest_link(links: Sequence[Link]) -> Link | None:
+    """Return a link that is no faster than any of these in any respect; ``None`` for none."""
+    if not links:
+        return None
+    return Link(
+        latency_s=max(link.latency_s for link in links),
+        bandwidth_bytes_per_s=min(link.bandwidth_bytes_per_s for link in links),
+    )

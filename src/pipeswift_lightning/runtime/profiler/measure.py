@@ -65,6 +65,7 @@ class Subject:
         run: Runs one step (up to its loss, if there is one) on a micro-batch.
         device: Where the layers are to run.
         trace: The order of the layers and what flows between them, if that is known already.
+        network: The module whose call runs the layers; by default ``module``.
     """
 
     def __init__(
@@ -74,8 +75,10 @@ class Subject:
         run: Callable[[Any], Any],
         device: torch.device,
         trace: StepTrace | None = None,
+        network: nn.Module | None = None,
     ) -> None:
         self.module, self.layers, self.device = module, tuple(layers), device
+        self._network = network or module
         self._run = run
         self._trace = trace
 
@@ -98,7 +101,7 @@ class Subject:
         return self._trace
 
     def _discovered(self, step: Callable[[], Any]) -> StepTrace:
-        cut = LayerCut(self.module, self.layers, network_name="network", device=self.device)
+        cut = LayerCut(self._network, self.layers, network_name="network", device=self.device)
         names = {id(p): name for name, p in self.module.named_parameters()}
         cut.install()
         try:
@@ -253,8 +256,14 @@ def layer_profiles(
 ) -> tuple[LayerProfile, ...]:
     """Put together what ranks have measured; all layers must be among it."""
     samples = {position: s for part in parts for position, s in part.layers.items()}
-    num_shapes = len(parts[0].value_bytes)
-    sizes: list[dict[int, int]] = [{} for _ in range(num_shapes)]
+    missing = [position for position in range(trace.num_layers) if position not in samples]
+    if missing:
+        message = (
+            f"layers {missing} (in call order) were measured by no rank. Rule: each layer is "
+            "owned by one rank. Remedy: leave `owned` out, and they are shared equally"
+        )
+        raise ProfileError(message)
+    sizes: list[dict[int, int]] = [{} for _ in max((part.value_bytes for part in parts), key=len)]
     for part in parts:
         for i, seen in enumerate(part.value_bytes):
             sizes[i].update(seen)

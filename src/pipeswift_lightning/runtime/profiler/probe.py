@@ -207,7 +207,8 @@ class Probe(LayerWrapper):
     def _measure(
         self, position: int, original: Callable[..., Any], leaves: list[Any], spec: Any
     ) -> Any:
-        leaves = [self._made_present(leaf) for leaf in leaves]
+        with left(self._mode):
+            leaves = [self._made_present(leaf) for leaf in leaves]
         self._note_values(leaves, self._trace.inputs[position])
         self._pass.input_bytes[position] = sum(
             {v: _bytes(leaves[leaf]) for leaf, v in self._trace.inputs[position]}.values()
@@ -216,9 +217,9 @@ class Probe(LayerWrapper):
         args, kwargs = tree_unflatten(given, spec)
         held = self._held[position]
         with ExitStack() as stack:
+            stack.enter_context(left(self._mode))
             if self._at_once:
                 stack.enter_context(held.in_place())
-            stack.enter_context(left(self._mode))
             self._enter(position, given)
             start = self._clock.mark()
             output = original(*args, **kwargs)
@@ -245,7 +246,8 @@ class Probe(LayerWrapper):
                 for x in leaves
                 if isinstance(x, Tensor) and x.grad_fn is not None and not x.is_meta
             ]
-            self._add(_Segment(position, roots, self._gap_inputs, again=True))
+            with left(self._mode):
+                self._add(_Segment(position, roots, self._gap_inputs, again=True))
         self._gap_inputs = []
 
     # -- backward -----------------------------------------------------------------------------
@@ -258,8 +260,7 @@ class Probe(LayerWrapper):
             return
         self._running = False
         try:
-            with left(self._mode):
-                self._differentiate(segment)
+            self._differentiate(segment)
         finally:
             self._running = True
 
