@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.strategies import planning
@@ -68,10 +68,10 @@ def cost_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def check(failures: Failures, name: str, case: Case, path: Path, **more: Any) -> None:
+def check(failures: Failures, name: str, case: Case, path: Path | str, **more: Any) -> None:
     module, data, options, trainer = case
     trainer = {"max_epochs": 2 if options.get("loss") is None else 1, **trainer}
-    key = (module, data, str(trainer))
+    key = (module, data, str({**trainer, "default_root_dir": None}))
     if key not in PLAIN:
         PLAIN[key] = plain(module, data, **trainer)
     strategy = {"costs": path, **options, **more}
@@ -88,6 +88,13 @@ def test_every_kind_of_plan_equals_one_device(cost_file: Path) -> None:
         planning.choose_plan = partial(random_choice, seed=seed)
         check(failures, f"random {seed}", CASES["from the start"], cost_file)
     check(failures, "random, packed", CASES["packed, told"], cost_file)
+    for name in ("from the start", "packed, told"):
+        folder = cost_file.parent / name
+        module, data, options, _ = CASES[name]
+        for again in ("measured", "from the file of before"):
+            case = module, data, options, {"default_root_dir": folder}
+            check(failures, f"{name}, {again}", case, "measure")
+        assert (folder / "pipeswift_costs.json").exists()
     failures.check()
 
 
@@ -118,16 +125,27 @@ class Seen(Padded):
         self.shapes.append(tuple(args[0].shape))
 
 
-def fit_alone(module: LightningModule, strategy: Any, data: Any, steps: int = 2) -> None:
+def fit_alone(
+    module: LightningModule, strategy: Any, data: Any, steps: int = 2, **options: Any
+) -> None:
     torch.manual_seed(0)
-    trainer = lone_trainer(strategy, max_steps=steps, precision="64-true", num_sanity_val_steps=0)
+    trainer = lone_trainer(
+        strategy, max_steps=steps, precision="64-true", num_sanity_val_steps=0, **options
+    )
     trainer.fit(module, data)
 
 
 def test_padding_is_cut_off_in_micro_batches_of_unequal_sizes(cost_file: Path) -> None:
     module = Seen()
     strategy = PipeSwiftStrategy(costs=cost_file, micro_batches=4, loss="per_sample", trim=True)
-    fit_alone(module, strategy, loader(num=8), steps=1)
+    record: list[dict[str, Any]] = []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            record.append(trainer.strategy.session.planner.record())
+
+    fit_alone(module, strategy, loader(num=8), 1, callbacks=[Record()])
+    assert sorted(i for part in record[0]["micro_batches"] for i in part) == list(range(8))
     assert sorted({shape[1] for shape in module.shapes}) != [8], module.shapes
     assert len({shape[1] for shape in module.shapes}) > 1
     assert sum(shape[0] for shape in module.shapes[-4:]) == 8

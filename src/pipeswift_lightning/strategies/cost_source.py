@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.costs import CostError
+from pipeswift_lightning.runtime.profiler import ProfileError
 
 __all__ = ["from_rank_zero", "read_costs"]
 
@@ -47,6 +48,7 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
 
     Raises:
         CostError: The first rank found the costs wrong; on every rank.
+        ProfileError: It could not measure them; on every rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return compute()
@@ -54,7 +56,10 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         try:
             box.append(compute())
-        except ValueError as error:  # of the costs, or nothing fits them: all ranks are to know
+        except (
+            ValueError,
+            ProfileError,
+        ) as error:  # of the costs, or nothing fits them: all ranks are to know
             box.append(error)
     else:
         box.append(CostError())

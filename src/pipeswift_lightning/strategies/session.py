@@ -3,10 +3,10 @@
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -18,7 +18,6 @@ from pipeswift_lightning.runtime.batching import structure_of
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
-from pipeswift_lightning.runtime.gradients import reduce_gradients
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
@@ -30,16 +29,19 @@ from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
 from pipeswift_lightning.strategies.comparison import StepResult
 from pipeswift_lightning.strategies.contract import pipelined
+from pipeswift_lightning.strategies.cost_source import read_costs
 from pipeswift_lightning.strategies.division import divided_names
 from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
+from pipeswift_lightning.strategies.measuring import CostSource
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.planning import StepPlanner, plan_of
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
+from pipeswift_lightning.strategies.stage_gradients import reduce_stage_gradients
 from pipeswift_lightning.strategies.stages import check_fits, choose_partition, fixed_partition
 from pipeswift_lightning.strategies.start_planning import start_planning
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
@@ -316,8 +318,9 @@ class PipelineSession:
     def _assemble_single(self, call: StepCall) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
-            if self.options.costs is not None and len(call.sizes) > 1:
-                start_planning(self.planner, self.options, call, self.partition.num_layers)
+            if self.options.costs not in (None, "measure") and len(call.sizes) > 1:
+                number, path = self.partition.num_layers, str(self.options.costs)
+                start_planning(self.planner, partial(read_costs, path, number), call, number)
             self._wrappers.choose(range(len(self.network.layers)), 0, 1)
             self._optimizers.keep_local()
 
@@ -325,7 +328,9 @@ class PipelineSession:
         fixed = fixed_partition(self.options, self.recorded, trace.num_layers, self.num_stages)
         if self.options.costs is not None:
             with in_collective("planning on the first rank", self.progress):
-                fixed = start_planning(self.planner, self.options, call, trace.num_layers, fixed)
+                source = CostSource(self.module, self.network, self.groups, self._laid_aside)
+                costs = source.reader(self.options.costs, trace, call, self.device)
+                fixed = start_planning(self.planner, costs, call, trace.num_layers, fixed)
         self.partition = choose_partition(self.module, self.network, trace, fixed, self.num_stages)
         self._order = trace.order
         layers = trace.order[slice(*self._range())]
@@ -341,21 +346,22 @@ class PipelineSession:
         share.move_to(self.device)
         self._optimizers.keep_local()
 
+    @contextmanager
+    def _laid_aside(self) -> Iterator[None]:
+        """While a block runs, intercept nothing, and keep the metrics as they are."""
+        self.cut.remove()
+        self._wrappers.remove()
+        with self._metrics.untouched():
+            yield
+        self._wrappers.install()
+        self.cut.install()
+
     # -- gradients, timeline, end -------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         """Sum shared parameters over their stages, and average over the replicas."""
-        if self.share is None:
-            own = [p for p in self.module.parameters() if p.requires_grad]
-            shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
-        elif self.transparent is not None:  # each call has summed its own already
-            own, shared = list(self.share.local().values()), {}
-        else:
-            shared = self.share.shared_groups(self.groups)
-            in_shared = {id(p) for parameters in shared.values() for p in parameters}
-            own = [p for p in self.share.local().values() if id(p) not in in_shared]
-        replicas = self.groups.replicas if self.groups.mesh.num_replicas > 1 else None
-        reduce_gradients(own, shared, replicas)
+        summed = self.transparent is not None  # each call has summed its own already
+        reduce_stage_gradients(self.module, self.share, self.groups, summed=summed)
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that live on this stage."""

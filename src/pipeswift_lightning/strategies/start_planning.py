@@ -1,12 +1,13 @@
 """Begin to plan: the costs, the partition and the number of micro-batches, chosen once for all."""
 
+from collections.abc import Callable
+
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
-from pipeswift_lightning.strategies.cost_source import from_rank_zero, read_costs
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.cost_source import from_rank_zero
 from pipeswift_lightning.strategies.planning import StepPlanner
 from pipeswift_lightning.strategies.step import StepCall
 
@@ -15,7 +16,7 @@ __all__ = ["start_planning"]
 
 def start_planning(
     planner: StepPlanner,
-    options: PipelineOptions,
+    costs: Callable[[], CostModel],
     call: StepCall,
     num_layers: int,
     fixed: Partition | None = None,
@@ -24,7 +25,7 @@ def start_planning(
 
     Args:
         planner: Plans from now on.
-        options: What the user chose.
+        costs: Reads or measures them; called on the first rank only.
         call: The first step; the first rank's batch decides.
         num_layers: Layers that a step calls.
         fixed: The partition, if it is chosen already.
@@ -36,16 +37,14 @@ def start_planning(
         CostError: The costs cannot be read, or are another network's.
         PartitionError: Nothing fits into memory.
     """
-    assert options.costs is not None
-    path = options.costs
 
     def choose() -> tuple[str, tuple[int, ...], int]:
-        model = read_costs(path, num_layers)
+        model = costs()
         choice = planner.first(model, call, fixed)
         chosen = choice.chosen
         gain = 1 - chosen.step_s / choice.plain.step_s if choice.plain.step_s else 0.0
         rank_zero_info(
-            f"pipeswift: planned from {path}: {chosen.name}; layers of each stage "
+            f"pipeswift: planned from costs: {chosen.name}; layers of each stage "
             f"{[len(r) for r in chosen.partition.ranges]}; a step like the first takes "
             f"{chosen.step_s:.3g} s by prediction, {gain:.0%} less than equal runs of samples."
         )
@@ -54,16 +53,15 @@ def start_planning(
     text, starts, number = from_rank_zero(choose)
     partition = explicit_partition(num_layers, starts=starts)
     planner.begin(CostModel.from_json(text), partition, number)
-    _write_down(planner.module, path, partition, number)
+    _write_down(planner.module, partition, number)
     return partition
 
 
-def _write_down(module: LightningModule, path: str, partition: Partition, number: int) -> None:
+def _write_down(module: LightningModule, partition: Partition, number: int) -> None:
     """Put what was chosen for the whole run into the loggers' configuration."""
     if not module.trainer.is_global_zero:
         return
     chosen = {
-        "pipeswift/costs": path,
         "pipeswift/partition": [len(layers) for layers in partition.ranges],
         "pipeswift/micro_batches": number,
     }
