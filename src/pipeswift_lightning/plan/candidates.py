@@ -7,7 +7,7 @@ searched order, and with the layers split by simulation.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -87,6 +87,7 @@ def plans(
     *,
     evaluations: int | None,
     failures: dict[str, PartitionError | MicroBatchError],
+    plain: bool = False,
 ) -> list[Candidate]:
     """Return the plans of one schedule and number of micro-batches that can run.
 
@@ -96,6 +97,7 @@ def plans(
         num_micro_batches: Number of micro-batches.
         evaluations: Budget of each search; None takes each one's own.
         failures: Gets what cannot run, and why.
+        plain: Return the first of all alone: equal runs of samples in order.
     """
     ways: dict[str, _Way] = {_EQUAL: _equal_runs}
     if workload.sizes is not None:
@@ -107,12 +109,15 @@ def plans(
         if workload.layout is Layout.PACKED and schedule_name == "1f1b":
             ways["formed for a deep warm-up"] = _formed_deep
     found: list[Candidate] = []
+    if plain:
+        ways = dict(list(ways.items())[:1])
     for label, form in ways.items():
         name = f"{schedule_name}, {num_micro_batches} micro-batches, {label}"
         try:
             formation = form(workload, num_micro_batches, evaluations)
             planner = _Planner(workload, schedule_name, formation, evaluations)
-            found += planner.candidates(name, reorders=form in (_formed, _formed_deep))
+            mine = planner.candidates(name, reorders=form in (_formed, _formed_deep))
+            found += islice(mine, 1) if plain else mine
         except (PartitionError, MicroBatchError) as failure:
             failures[name] = failure
     return found

@@ -84,7 +84,8 @@ def choose_plan(
             away.
         schedules: Schedules to choose from.
         evaluations: Budget of each search, for a plan that must not take long. None: what each
-            takes by itself, and once more for the best number of micro-batches.
+            takes by itself, and once more for the best number of micro-batches. With a budget,
+            only the first schedule is searched, and of the others the plain plan is compared.
 
     Raises:
         PartitionError: Nothing fits into memory.
@@ -107,7 +108,10 @@ def choose_plan(
         quick = _SWEEP_EVALUATIONS
     for m in numbers:
         for name in schedules:
-            candidates += plans(workload, name, m, evaluations=quick, failures=failures)
+            plain_only = evaluations is not None and name != schedules[0]
+            candidates += plans(
+                workload, name, m, evaluations=quick, failures=failures, plain=plain_only
+            )
     if not candidates:
         raise next(iter(failures.values()))
     if quick is not None and evaluations is None:

@@ -98,9 +98,10 @@ class StepPlanner:
         wanted = self._wanted(call)
         return choose_plan(workload, num_micro_batches=wanted, schedules=self._schedules)
 
-    def begin(self, model: CostModel, partition: Partition, number: int) -> None:
+    def begin(self, model: CostModel, partition: Partition, number: int, schedule: str) -> None:
         """Plan from now on, with what was chosen by `first` (on one rank, for all)."""
         self._model, self._partition = model, partition
+        self._schedules = (schedule, *(s for s in self._schedules if s != schedule))
         if self._number is None:
             self._number = number
         self._chosen.clear()

@@ -38,7 +38,7 @@ def start_planning(
         PartitionError: Nothing fits into memory.
     """
 
-    def choose() -> tuple[str, tuple[int, ...], int]:
+    def choose() -> tuple[str, tuple[int, ...], int, str]:
         model = costs()
         choice = planner.first(model, call, fixed)
         chosen = choice.chosen
@@ -48,11 +48,12 @@ def start_planning(
             f"{[len(r) for r in chosen.partition.ranges]}; a step like the first takes "
             f"{chosen.step_s:.3g} s by prediction, {gain:.0%} less than equal runs of samples."
         )
-        return model.to_json(), chosen.partition.starts, len(chosen.formation.samples)
+        number = len(chosen.formation.samples)
+        return model.to_json(), chosen.partition.starts, number, chosen.schedule_name
 
-    text, starts, number = from_rank_zero(choose)
+    text, starts, number, schedule = from_rank_zero(choose)
     partition = explicit_partition(num_layers, starts=starts)
-    planner.begin(CostModel.from_json(text), partition, number)
+    planner.begin(CostModel.from_json(text), partition, number, schedule)
     _write_down(planner.module, partition, number)
     return partition
 
