@@ -9,7 +9,7 @@ there are three batches, that take turns. Both sides have the same layers on eac
 same loss, a mean over tokens. The peer runs equal runs of samples padded to the cap, or to the
 batch's longest, or packed: samples balanced over 8 rows (the longest first, each to the emptiest)
 and padded to the longest row. Ours is planned by ``choose_plan`` from costs that the profiler
-measures in the same run, on the first rank.
+measures in the same run, on the first rank, while the others measure too.
 
 A round is one step of each side, in rotating order, from a common start to the end of the last
 rank. Before that, gradients are compared. Columns are medians with quartiles; ``error`` is
@@ -169,7 +169,8 @@ def _rank_main(
     )
     groups = MeshGroups.create(Mesh.of(world_size=ranks, num_stages=ranks), rank)
     groups.warm(torch.device("cpu"))
-    model = _profiled(CASES[name]) if rank == 0 else None
+    dist.barrier()
+    model = _profiled(CASES[name])  # the first rank's counts
     race = Race(name, ranks)
     batches = [_lengths(seed) for seed in range(BATCHES)]
     sides = []
@@ -199,7 +200,7 @@ def _from_first(make: Any) -> Any:
 
 
 def _profiled(case: Case) -> CostModel:
-    """Measure the layers on this rank, while the others wait."""
+    """Measure the layers, while the other ranks do too: as in a step, all use the machine."""
     network = case.stage(range(len(case.layers)))
     shapes = _BY_LENGTH if any(isinstance(x, nn.LayerNorm) for x in network.modules()) else _SHAPES
     micro_batches = [torch.randn(b, n, case.width) for b, n in shapes]
@@ -207,7 +208,7 @@ def _profiled(case: Case) -> CostModel:
         network, list(network), lambda x: network(x).pow(2).mean(), torch.device("cpu")
     )
     profile = profile_network(
-        subject, micro_batches, shapes=shapes, options=ProfileOptions(repeats=5)
+        subject, micro_batches, shapes=shapes, options=ProfileOptions(repeats=15)
     )
     return profile.model()
 

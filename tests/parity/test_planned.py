@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.plan.costs import CostError
 from pipeswift_lightning.strategies import planning
+from pipeswift_lightning.strategies.options import OptionError
 from tests.helpers.networks import Padded
 from tests.helpers.parity import TOLERANCE, Failures, Outcome, compare, fit, lone_trainer, plain
 from tests.helpers.planned import (
@@ -84,7 +86,7 @@ def test_every_kind_of_plan_equals_one_device(cost_file: Path) -> None:
     planning.choose_plan = quick_choice
     for name, case in CASES.items():
         check(failures, name, case, cost_file)
-    for seed in range(6):
+    for seed in range(4):
         planning.choose_plan = partial(random_choice, seed=seed)
         check(failures, f"random {seed}", CASES["from the start"], cost_file)
     check(failures, "random, packed", CASES["packed, told"], cost_file)
@@ -166,3 +168,26 @@ def test_any_plan_trains_as_plain_lightning_does(cost_file: Path, seed: int) -> 
         found.append(dict(module.named_parameters()))
     for name, parameter in found[0].items():
         assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name
+
+
+def test_costs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for text, problem in (
+        (None, "cannot be read"),
+        ("{}", "is no cost model"),
+        (costs(3).to_json(), "has 3 layers, but a step calls 4"),
+    ):
+        path = tmp_path / "costs.json"
+        if text is not None:
+            path.write_text(text)
+        strategy = PipeSwiftStrategy(costs=path, micro_batches=2)
+        with pytest.raises(CostError, match=rf"(?s){problem}.* Rule: .* Remedy: "):
+            fit_alone(Padded(), strategy, loader(num=4), steps=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"partition": "halves"}, {"trim": "never"}, {"memory_limit": 0}, {"memory_limit": [1, 0]}],
+)
+def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r" is not allowed. Rule: "):
+        PipeSwiftStrategy(**wrong)

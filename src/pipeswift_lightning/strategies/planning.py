@@ -69,8 +69,9 @@ class StepPlanner:
         self.module, self._options, self._num_stages = module, options, num_stages
         self._model: CostModel | None = None
         self._partition: Partition | None = None
-        self._number: int | None = None
-        self._schedules = _SCHEDULES if options.schedule == "auto" else (options.schedule,)
+        self._number, self._largest = 0, 0
+        auto = options.schedule == "auto"
+        self._schedules: tuple[str, ...] = _SCHEDULES if auto else (options.schedule,)
         self._chosen: OrderedDict[Hashable, Candidate] = OrderedDict()
         self.trims = options.trim is not False
         self.checks = 0
@@ -98,12 +99,28 @@ class StepPlanner:
         wanted = self._wanted(call)
         return choose_plan(workload, num_micro_batches=wanted, schedules=self._schedules)
 
-    def begin(self, model: CostModel, partition: Partition, number: int, schedule: str) -> None:
-        """Plan from now on, with what was chosen by `first` (on one rank, for all)."""
+    def begin(
+        self,
+        model: CostModel,
+        partition: Partition,
+        *,
+        number: int,
+        num_samples: int,
+        schedule: str,
+    ) -> None:
+        """Plan from now on, with what was chosen by `first` (on one rank, for all).
+
+        Args:
+            model: The costs.
+            partition: Layers of each stage.
+            number: Number of micro-batches,
+            num_samples: for a batch of this size.
+            schedule: The schedule to search first.
+        """
         self._model, self._partition = model, partition
         self._schedules = (schedule, *(s for s in self._schedules if s != schedule))
-        if self._number is None:
-            self._number = number
+        if not self._number:  # else it is a resumed run's
+            self._number, self._largest = number, num_samples
         self._chosen.clear()
 
     def planned(self, call: StepCall) -> StepCall:
@@ -168,13 +185,14 @@ class StepPlanner:
             "trims": self.trims,
             "checks": self.checks,
             "number": self._number,
-            "costs": None if self._model is None else self._model.to_json(),
+            "largest": self._largest,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` has returned."""
         self.trims = self.trims and state["trims"]
-        self.checks, self._number = state["checks"], state["number"]
+        self.checks = state["checks"]
+        self._number, self._largest = state["number"], state["largest"]
 
     # -- what is known of a batch -------------------------------------------------------------
 
@@ -213,13 +231,19 @@ class StepPlanner:
     def _choose(
         self, model: CostModel, call: StepCall, known: _Known, partition: Partition
     ) -> Candidate:
-        number = self._wanted(call) or min(self._number or 1, call.num_samples)
-        return choose_plan(
+        number = self._wanted(call)
+        larger = call.num_samples > self._largest  # such as training's, after a sanity check
+        if number is None and not larger:
+            number = min(self._number, call.num_samples)
+        choice = choose_plan(
             self._workload(model, call, known, partition),
             num_micro_batches=number,
             schedules=self._schedules,
             evaluations=_EVALUATIONS,
-        ).chosen
+        )
+        if number is None:
+            self._number, self._largest = len(choice.chosen.formation.samples), call.num_samples
+        return choice.chosen
 
     def _workload(
         self, model: CostModel, call: StepCall, known: _Known, partition: Partition | None

@@ -38,7 +38,7 @@ def start_planning(
         PartitionError: Nothing fits into memory.
     """
 
-    def choose() -> tuple[str, tuple[int, ...], int, str]:
+    def choose() -> tuple[str, tuple[int, ...], int, str, int]:
         model = costs()
         choice = planner.first(model, call, fixed)
         chosen = choice.chosen
@@ -49,11 +49,23 @@ def start_planning(
             f"{chosen.step_s:.3g} s by prediction, {gain:.0%} less than equal runs of samples."
         )
         number = len(chosen.formation.samples)
-        return model.to_json(), chosen.partition.starts, number, chosen.schedule_name
+        return (
+            model.to_json(),
+            chosen.partition.starts,
+            number,
+            chosen.schedule_name,
+            call.num_samples,
+        )
 
-    text, starts, number, schedule = from_rank_zero(choose)
+    text, starts, number, schedule, num_samples = from_rank_zero(choose)
     partition = explicit_partition(num_layers, starts=starts)
-    planner.begin(CostModel.from_json(text), partition, number, schedule)
+    planner.begin(
+        CostModel.from_json(text),
+        partition,
+        number=number,
+        num_samples=num_samples,
+        schedule=schedule,
+    )
     _write_down(planner.module, partition, number)
     return partition
 
