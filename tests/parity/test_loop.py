@@ -73,14 +73,6 @@ class SometimesLogs(Language):
         return per_sample.mean()
 
 
-class Skipping(Language):
-    """Leaves out a batch."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss: Tensor = super().training_step(batch, batch_idx)
-        return None if batch_idx == 1 else loss
-
-
 class ReturnsDict(Language):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "ids": batch[0], "note": "x"}
@@ -121,8 +113,7 @@ def _loops(stages: int, names: list[str]) -> None:
 
 @pytest.mark.world_size(1, deadline_s=60)
 def test_loops_on_one_stage() -> None:
-    LOOPS["a skipped batch"] = (lambda: Skipping(Transformer()), {})
-    _loops(1, ["validation within epochs", "a skipped batch"])
+    _loops(1, ["validation within epochs"])
 
 
 @pytest.mark.world_size(2, deadline_s=60)
@@ -315,7 +306,6 @@ class Sharpness(torch.optim.SGD):
 REFUSED: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any], str]] = {
     "two calls": (lambda: TwoCalls(stack()), partial(loader, vectors), "twice"),
     "no call": (lambda: NoCall(stack()), partial(loader, vectors), "did not call self.net"),
-    "skipped": (lambda: Skipping(Transformer()), partial(loader, tokens), "returning None"),
     "partly skipped": (
         lambda: SkipsSome(Transformer()),
         partial(loader, tokens),

@@ -1,5 +1,6 @@
 """Less than double precision: what one device computes, to rounding; one scale for fp16."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pipeswift_lightning import PipeSwiftStrategy
 from tests.helpers.modules import WIDTH, Base
 from tests.helpers.parity import Failures, Outcome, differences, fit, on_rank_zero, plain
+from tests.helpers.transparent import Gan
 
 STEPS = 12
 
@@ -79,7 +81,8 @@ def test_all_stages_skip_the_same_steps() -> None:
     ):
         want, scales = on_rank_zero(lambda: run("auto", overflowing, frozen=frozen))  # noqa: B023
         assert scales[3:7] == [2048.0, 1024.0, 512.0, 512.0]
-        for options in ({"loss": "per_sample"}, {"loss": "whole_batch"}):
+        for loss in ("per_sample", "whole_batch", "transparent"):
+            options = {"loss": loss}
             strategy = PipeSwiftStrategy(micro_batches=2, **options)
             got, mine = run(strategy, overflowing, frozen=frozen)
             name = f"{overflowing}, {options}"
@@ -132,3 +135,49 @@ def test_each_precision_computes_in_its_types_and_to_rounding() -> None:
             kept = types[precision] - ({half} if precision == "bf16-mixed" and not last else set())
             assert made[0].types == kept, precision
     failures.check()
+
+
+# -- several optimizers ------------------------------------------------------------------------
+
+
+class Overflowing(Gan):
+    """A gradient of the generator's last stage overflows in the second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+
+    def manual_backward(self, loss: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, **kwargs)
+        gradient = self.generator[3].linear.bias.grad
+        if gradient is not None and self.trainer.fit_loop.epoch_loop.batch_idx == 1:
+            gradient[0] = float("inf")
+        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
+
+    def on_validation_epoch_end(self) -> None:
+        """Shows nothing: its samples are drawn in double precision."""
+
+
+def _scaled(strategy: Any) -> tuple[Outcome, list[float]]:
+    made: list[Overflowing] = []
+
+    def make() -> Overflowing:
+        made.append(Overflowing())
+        return made[-1]
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    options: dict[str, Any] = {"plugins": plugins, "precision": None, "max_epochs": 1}
+    outcome = fit(make, loader, strategy, **options)
+    return outcome, made[0].scales
+
+
+@pytest.mark.world_size(2, deadline_s=60)
+def test_two_optimizers_share_one_scale() -> None:
+    """All stages skip the generator's step that overflowed on one of them, and no other."""
+    want, scales = on_rank_zero(lambda: _scaled("auto"))
+    assert any(after < before for before, after in pairwise(scales))
+    got, mine = _scaled(PipeSwiftStrategy(micro_batches=1))
+    assert mine == scales
+    found = differences(got, want, tolerance=1e-5)
+    assert not found, found
