@@ -173,7 +173,7 @@ class OverridesHooks(Regression):
 
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]
 FLAGS: dict[str, Case] = {
-    "accumulate": (language, token_loaders, {"accumulate_grad_batches": 3}),
+    "accumulate": (language, token_loaders, {"accumulate_grad_batches": 3, "max_epochs": 3}),
     "accumulate, validate between": (
         language,
         token_loaders,
@@ -182,7 +182,10 @@ FLAGS: dict[str, Case] = {
     "accumulate by schedule": (
         regression,
         vector_loaders,
-        {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 5})]},
+        {
+            "max_epochs": 3,
+            "callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 5})],
+        },
     ),
     "clip by norm": (language, token_loaders, {"gradient_clip_val": 0.05}),
     "clip by value": (
@@ -218,7 +221,11 @@ FLAGS: dict[str, Case] = {
     "reloaded": (regression, vector_loaders, {"reload_dataloaders_every_n_epochs": 1}),
     "anomaly detection": (regression, vector_loaders, {"detect_anomaly": True}),
     "no inference mode": (regression, vector_loaders, {"inference_mode": False}),
-    "groups": (Groups, vector_loaders, {"callbacks": lambda: [LearningRateMonitor()]}),
+    "groups": (
+        Groups,
+        vector_loaders,
+        {"max_epochs": 3, "callbacks": lambda: [LearningRateMonitor()]},
+    ),
     "nothing to train at the end": (FrozenEnd, vector_loaders, {"gradient_clip_val": 0.05}),
     "nothing to train at the start": (FrozenStart, vector_loaders, {"gradient_clip_val": 0.05}),
     "thaws later": (ThawsLater, vector_loaders, {}),
@@ -233,7 +240,7 @@ FLAGS: dict[str, Case] = {
 def test_flags_on_two_stages() -> None:
     failures = Failures()
     for name, (module, data, options) in FLAGS.items():
-        options = {"max_epochs": 4, **options}
+        options = {"max_epochs": 2, **options}
         want = plain(module, data, **options)
         compare(failures, name, module, data, {"micro_batches": 3}, want, **options)
     failures.check()

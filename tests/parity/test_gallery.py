@@ -70,7 +70,7 @@ GALLERY: dict[str, Case] = {
 def _check(stages: int) -> None:
     failures = Failures()
     for name, (module, data, given) in GALLERY.items():
-        options: dict[str, Any] = {"max_epochs": 4, **given}
+        options: dict[str, Any] = {"max_epochs": 2, **given}
         loss = "per_sample" if stages == 2 else "auto"
         network = options.pop("network", None)
         strategy = {"micro_batches": 3, "network": network, "loss": loss}

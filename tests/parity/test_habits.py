@@ -209,7 +209,7 @@ EXACT = {
 def test_as_on_one_device() -> None:
     failures = []
     for name, case in EXACT.items():
-        options = {"max_epochs": 3, "callbacks": case.callbacks}
+        options = {"max_epochs": 2, "callbacks": case.callbacks}
         expected = plain(case.module, loaders, **options)
         actual = fit(case.module, loaders, PipeSwiftStrategy(micro_batches=3), **options)
         failures += [f"{name}: {line}" for line in differences(actual, expected)]

@@ -94,7 +94,12 @@ LOOPS: dict[str, Case] = {
     "a dict": (lambda: ReturnsDict(Transformer()), {}),
     "limited": (
         lambda: Hooked(Transformer()),
-        {"limit_train_batches": 3, "limit_val_batches": 2, "check_val_every_n_epoch": 2},
+        {
+            "limit_train_batches": 3,
+            "limit_val_batches": 2,
+            "check_val_every_n_epoch": 2,
+            "max_epochs": 4,
+        },
     ),
 }
 
@@ -103,7 +108,7 @@ def _loops(stages: int, names: list[str]) -> None:
     failures = Failures()
     for name in names:
         module, options = LOOPS[name]
-        options = {"max_epochs": 4, **options}
+        options = {"max_epochs": 2, **options}
         want = plain(module, both_loaders, **options)
         strategy = {"stages": stages, "micro_batches": 3}
         label = f"{name}, {stages} stages"
@@ -153,7 +158,7 @@ def test_model_checkpoint_keeps_the_same_best_on_every_rank(tmp_path: Path) -> N
 # -- every entry point, in any order ----------------------------------------------------------
 
 
-def _tour(strategy: Any, order: tuple[str, ...]) -> dict[str, Any]:
+def _tour(strategy: Any, order: tuple[str, ...], folder: Path) -> dict[str, Any]:
     torch.manual_seed(7)
     module = Language(Transformer())
     trainer = make_trainer(strategy, max_epochs=2)
@@ -167,6 +172,11 @@ def _tour(strategy: Any, order: tuple[str, ...]) -> dict[str, Any]:
         elif what == "predict":
             found = trainer.predict(module, other)
             seen[f"{i} predict"] = [x.detach().clone() for x in found]
+        elif what == "save":
+            trainer.save_checkpoint(folder / f"{i}.ckpt")
+            trainer.strategy.barrier()
+            saved = torch.load(folder / f"{i}.ckpt", weights_only=True)
+            seen[f"{i} saved"] = (saved["state_dict"], saved["optimizer_states"][0]["state"])
         else:
             seen[f"{i} {what}"] = getattr(trainer, what)(module, other, verbose=False)
         ids = torch.arange(10).reshape(2, 5) % 7
@@ -182,14 +192,14 @@ def _tour(strategy: Any, order: tuple[str, ...]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "order",
     [
-        ("fit", "validate", "test", "predict", "fit"),
-        ("predict", "test", "validate", "fit"),
+        ("fit", "save", "validate", "test", "predict", "fit", "save"),
+        ("predict", "test", "validate", "fit", "validate", "save"),
     ],
     ids="-".join,
 )
-def test_entry_points_in_any_order(order: tuple[str, ...]) -> None:
-    want = on_rank_zero(lambda: _tour("auto", order))
-    got = _tour(PipeSwiftStrategy(micro_batches=3), order)
+def test_entry_points_in_any_order(order: tuple[str, ...], tmp_path: Path) -> None:
+    want = on_rank_zero(lambda: _tour("auto", order, tmp_path))
+    got = _tour(PipeSwiftStrategy(micro_batches=3), order, tmp_path)
     assert got.keys() == want.keys()
     for key, value in want.items():
         torch.testing.assert_close(

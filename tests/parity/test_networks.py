@@ -61,7 +61,7 @@ TRAINING: dict[str, Case] = {
     "frozen start": (lambda: Frozen(Transformer(), 1), loaders(tokens), {}),
     "frozen stages": (lambda: Frozen(Transformer(), 3), loaders(tokens), {}),
     "parameter groups": (lambda: Grouped(Transformer(tied="module")), loaders(tokens), {}),
-    "accumulation": (*TIED, {"accumulate_grad_batches": 3, "max_epochs": 9}),
+    "accumulation": (*TIED, {"accumulate_grad_batches": 3, "max_epochs": 4}),
     "clip by norm": (*TIED, {"gradient_clip_val": 0.05}),
     "clip by value": (
         *TIED,
@@ -69,7 +69,7 @@ TRAINING: dict[str, Case] = {
     ),
     "clip and accumulate": (
         *NETWORKS["tied modules"][:2],
-        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 6},
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 3},
     ),
     "shuffled, clipped": (
         NETWORKS["tied by use"][0],
@@ -83,7 +83,7 @@ TRAINING: dict[str, Case] = {
 def _check(cases: dict[str, Case], stages: int) -> None:
     failures = Failures()
     for name, (module, data, options) in cases.items():
-        options = {"max_epochs": 4, **options}
+        options = {"max_epochs": 2, **options}
         want = plain(module, data, **options)
         loss = "per_sample" if stages == 2 else "auto"
         strategy = {"stages": stages, "micro_batches": 3, "loss": loss}
@@ -124,7 +124,7 @@ REPLICATED = ["accumulation", "clip by norm", "clip and accumulate", "shuffled, 
 
 
 def _options(name: str) -> dict[str, Any]:
-    return {"max_epochs": 6, **TRAINING[name][2]}
+    return {"max_epochs": 4, **TRAINING[name][2]}
 
 
 def _ddp(folder: Path) -> None:

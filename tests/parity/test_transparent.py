@@ -59,14 +59,14 @@ class Case:
 
 
 CASES = {
-    "manual": Case(Manual, {"micro_batches": [3, 1, 4]}, {"max_epochs": 8}),
+    "manual": Case(Manual, {"micro_batches": [3, 1, 4]}, {"max_epochs": 4}),
     "gan": Case(Gan, {"micro_batches": 3}),
     "gan, small discriminator": Case(lambda: Gan(1), {"micro_batches": 3, "recompute": 1}),
     "gan, one graph": Case(CarelessGan, {"micro_batches": 2}),
     "siamese": Case(
         lambda: Siamese(recompute=True),
         {"micro_batches": 3},
-        {"accumulate_grad_batches": 2, "max_epochs": 8, "num_sanity_val_steps": 1},
+        {"accumulate_grad_batches": 2, "max_epochs": 4, "num_sanity_val_steps": 1},
     ),
     "twice only later": Case(LateTwice, {"micro_batches": 3}),
     "teacher": Case(MeanTeacher, {"network": ["student", "teacher"], "micro_batches": 3}),
@@ -83,7 +83,7 @@ def _check(names: Any) -> None:
     failures = Failures()
     for name in names:
         case = CASES[name]
-        options = {"max_epochs": 4, **case.trainer}
+        options = {"max_epochs": 2, **case.trainer}
         want = plain(case.module, two_loaders, **options)
         compare(failures, name, case.module, two_loaders, case.strategy, want, **options)
     failures.check()
@@ -105,8 +105,8 @@ def test_one_stage() -> None:
     """Nothing to pipeline: the step runs as it stands."""
     for name in ("manual", "siamese"):
         case = CASES[name]
-        want = fit(case.module, two_loaders, "auto", max_epochs=4)
-        got = fit(case.module, two_loaders, PipeSwiftStrategy(micro_batches=3), max_epochs=4)
+        want = fit(case.module, two_loaders, "auto", max_epochs=2)
+        got = fit(case.module, two_loaders, PipeSwiftStrategy(micro_batches=3), max_epochs=2)
         assert differences(got, want, logged=True) == []
 
 
@@ -123,7 +123,7 @@ def _replicated(make: Callable[[], LightningModule]) -> list[str]:
     def module() -> LightningModule:
         return make().double()
 
-    options: dict[str, Any] = {"max_epochs": 8, "use_distributed_sampler": False}
+    options: dict[str, Any] = {"max_epochs": 4, "use_distributed_sampler": False}
     want = plain(module, lambda: DataLoader(vectors(32), batch_size=16), **options)
     strategy = PipeSwiftStrategy(stages=2, micro_batches=3)
     got = fit(module, share, strategy, **options)

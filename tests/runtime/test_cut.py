@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from pipeswift_lightning.runtime.absent import AbsentMode, AbsentValueError, to_absent
 from pipeswift_lightning.runtime.cut import Boundary, Completed, CutError, LayerCut
@@ -310,6 +311,45 @@ class TestAbsentMode:
         absent, present = to_absent(torch.ones(2)), torch.ones(2)
         with AbsentMode(CPU, absent_parameters=True, resolve={id(absent): present}):
             assert (absent * 3).tolist() == [3, 3]
+
+
+class Watching(TorchFunctionMode):
+    """A user's own mode; it counts calls."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        type(self).calls += func is torch.relu
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_within_a_mode_of_the_users_own_run_in_that_mode_alone() -> None:
+    """The innermost mode was left once, which was the user's: layers ran in ours instead."""
+    stacks: list[list[Any]] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.is_meta:
+                stacks.append([type(m) for m in _get_current_function_mode_stack()])
+            return super().forward(x)
+
+    def forward(n: Network, x: Tensor) -> Tensor:
+        with Watching():
+            x = n.a(x)
+            x = n.b(torch.relu(x))
+            torch.relu(x)
+        return n.c(x)
+
+    network = Network(forward)
+    network.b = Looking(2, 2)
+    x = torch.randn(3, 2)
+    want = network(x)
+    Watching.calls = 0
+    got, _ = piped(network, [0, 1, 2], x)
+    assert torch.equal(got, want)
+    assert stacks == [[Watching], [Watching]]  # as on one device
+    assert Watching.calls == 2 + 1 + 2 + 2  # in the look at the step, and on each stage
+    assert _get_current_function_mode_stack() == []
 
 
 def test_repeats_that_are_known_give_absent_values_their_shape() -> None:

@@ -87,7 +87,7 @@ class GlobalNorms:
             "summing gradient norms over the stages", local.item()
         )
         every = torch.tensor(norms, dtype=torch.float64)
-        total = torch.linalg.vector_norm(every, float(norm_type))
+        total: Tensor = torch.linalg.vector_norm(every, float(norm_type))
         if error_if_nonfinite and not total.isfinite():
             msg = (
                 f"the norm of order {norm_type} of the gradients is {total.item()}; by stage: "
