@@ -288,7 +288,7 @@ def _predict(strategy: Any) -> Any:
     )
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_predictions_come_in_order_to_every_rank_and_its_writer() -> None:
     want = on_rank_zero(lambda: _predict("auto"))
     got = _predict(PipeSwiftStrategy(micro_batches=[1, 3, 2]))
@@ -326,7 +326,7 @@ def _written(strategy: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_files_on_disk_are_those_of_one_device(tmp_path: Path) -> None:
     want = on_rank_zero(lambda: _written("auto", tmp_path / "plain"))
     got = _written(PipeSwiftStrategy(micro_batches=3), tmp_path / "pipeline")
@@ -357,7 +357,7 @@ class BarText(Callback):
         )
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bars_show_the_same(bar: Any) -> None:
     def shown(strategy: Any) -> list[dict[str, Any]]:
@@ -379,7 +379,7 @@ def test_progress_bars_show_the_same(bar: Any) -> None:
         )
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_limits_of_time_and_debugging_runs_end_all_ranks_alike() -> None:
     for options in (
         {"fast_dev_run": 2},

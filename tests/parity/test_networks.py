@@ -56,6 +56,7 @@ NETWORKS: dict[str, Case] = {
     "dataclasses": (lambda: Nested(stack()), loaders(vectors, collate_fn=nest), {}),
     "a layer not called": (lambda: Regression(Partial()), loaders(vectors), {}),
 }
+AT_ONCE = ["tied by use", "padding of any length", "parameter in the loss", "dataclasses"]
 TIED = NETWORKS["tied by use"][:2]
 TRAINING: dict[str, Case] = {
     "frozen start": (lambda: Frozen(Transformer(), 1), loaders(tokens), {}),
@@ -78,6 +79,7 @@ TRAINING: dict[str, Case] = {
     ),
     "clip, frozen": (lambda: Frozen(Transformer(), 3), loaders(tokens), {"gradient_clip_val": 0.1}),
 }
+ON_MIDDLE_STAGES = ["frozen stages", "parameter groups", "clip and accumulate", "clip, frozen"]
 
 
 def _check(cases: dict[str, Case], stages: int) -> None:
@@ -91,31 +93,31 @@ def _check(cases: dict[str, Case], stages: int) -> None:
     failures.check()
 
 
-@pytest.mark.world_size(1, deadline_s=60)
+@pytest.mark.world_size(1, deadline_s=120)
 def test_networks_on_one_stage() -> None:
-    _check(NETWORKS, 1)
+    _check({name: NETWORKS[name] for name in AT_ONCE}, 1)  # nothing is cut
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_networks_on_two_stages() -> None:
     _check(NETWORKS, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_networks_on_four_stages() -> None:
     _check(NETWORKS, 4)
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_training_on_two_stages() -> None:
     _check(TRAINING, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_training_on_four_stages() -> None:
-    _check(TRAINING, 4)
+    _check({name: TRAINING[name] for name in ON_MIDDLE_STAGES}, 4)
 
 
 # -- data parallel ----------------------------------------------------------------------------
@@ -137,11 +139,11 @@ def _ddp(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("ddp")
-    run_ranks(_ddp, 2, {"folder": folder}, deadline_s=60)
+    run_ranks(_ddp, 2, {"folder": folder}, deadline_s=120)
     return folder
 
 
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_training_on_two_stages_and_two_replicas(ddp: Path) -> None:
     failures = Failures()
     for name in REPLICATED:

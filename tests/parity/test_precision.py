@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.strategies.comparison import LOSS
+from pipeswift_lightning.strategies.loss_weights import Rule
 from tests.helpers.modules import WIDTH, Base
 from tests.helpers.parity import Failures, Outcome, differences, fit, on_rank_zero, plain
 from tests.helpers.transparent import Gan
+from tests.parity.test_loss_weight import OwnLoss, Tokens, outside, rows
 
 STEPS = 12
 
@@ -70,7 +74,7 @@ def run(strategy: Any, overflowing: str, **kwargs: Any) -> tuple[Outcome, list[f
     return outcome, module.scales
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_all_stages_skip_the_same_steps() -> None:
     """Compared with one device; products of half precision depend on the rows of a batch."""
     failures = Failures()
@@ -112,7 +116,7 @@ class InPrecision(HalfPrecision):
         pass
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_each_precision_computes_in_its_types_and_to_rounding() -> None:
     failures = Failures()
     tolerances = {"32-true": 1e-5, "bf16-mixed": 3e-2, "bf16-true": 6e-2}
@@ -135,6 +139,39 @@ def test_each_precision_computes_in_its_types_and_to_rounding() -> None:
             kept = types[precision] - ({half} if precision == "bf16-mixed" and not last else set())
             assert made[0].types == kept, precision
     failures.check()
+
+
+class Weighs(Callback):
+    """Notes by what the loss of micro-batches is weighted in the end."""
+
+    def __init__(self) -> None:
+        self.rules: tuple[Rule, ...] | None = None
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        policy = trainer.strategy._steps._policy
+        self.rules = None if policy.whole else policy._left[LOSS]
+
+
+@pytest.mark.world_size(2, deadline_s=120)
+def test_weights_are_never_guessed_in_half_precision() -> None:
+    """A mean over tokens: by tokens on all ranks, or whole where rounding hides which it is."""
+    failures = Failures()
+    data = lambda: tuple(DataLoader(half_rows(), batch_size=8) for _ in "tv")  # noqa: E731
+    for precision, tolerance in {"bf16-mixed": 3e-2, "bf16-true": 8e-2}.items():
+        for module in (lambda: Tokens(OwnLoss()), outside):
+            options: dict[str, Any] = {"precision": precision, "max_epochs": 2}
+            want = plain(module, data, **options)
+            weighs = Weighs()
+            strategy = PipeSwiftStrategy(micro_batches=[3, 3, 2])
+            got = fit(module, data, strategy, callbacks=[weighs], **options)
+            failures.add(precision, differences(got, want, tolerance=tolerance))
+            assert weighs.rules is None or Rule.TOKENS in weighs.rules
+            assert on_rank_zero(lambda: weighs.rules) == weighs.rules  # noqa: B023 -- at once
+    failures.check()
+
+
+def half_rows() -> list[dict[str, Tensor]]:
+    return [{**row, "x": row["x"].float()} for row in rows()]
 
 
 # -- several optimizers ------------------------------------------------------------------------
@@ -172,7 +209,7 @@ def _scaled(strategy: Any) -> tuple[Outcome, list[float]]:
     return outcome, made[0].scales
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_two_optimizers_share_one_scale() -> None:
     """All stages skip the generator's step that overflowed on one of them, and no other."""
     want, scales = on_rank_zero(lambda: _scaled("auto"))

@@ -89,13 +89,13 @@ def _check(names: Any) -> None:
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_two_stages() -> None:
     _check(CASES)
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_four_stages() -> None:
     _check(ON_FOUR)
 
@@ -132,7 +132,7 @@ def _replicated(make: Callable[[], LightningModule]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_two_pipelines_of_two_stages() -> None:
     failures = Failures()
     failures.add("gan", _replicated(lambda: Gan(rows=8)))
@@ -160,7 +160,7 @@ def _pipelined(*args: Any, **kwargs: Any) -> Outcome:
     return fit(*args[:2], PipeSwiftStrategy(micro_batches=3), **kwargs)
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_checkpoint_is_lightnings_own(tmp_path: Path) -> None:
     case = CASES["gan"]
     want = plain(case.module, two_loaders, max_epochs=4)
@@ -182,7 +182,7 @@ def test_a_checkpoint_is_lightnings_own(tmp_path: Path) -> None:
         torch.testing.assert_close(a["state"], b["state"], rtol=0, atol=1e-10)
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_checkpoint_in_shards(tmp_path: Path) -> None:
     case = CASES["gan"]
 
@@ -224,7 +224,7 @@ def _looked_at(make: Callable[[], LightningModule], **strategy: Any) -> Look:
     return look
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_the_mode_is_chosen_by_what_the_step_does() -> None:
     gan = _looked_at(CASES["gan, small discriminator"].module)
     assert gan.mode == "transparent"
@@ -246,7 +246,7 @@ def test_the_mode_is_chosen_by_what_the_step_does() -> None:
     ("make", "text"),
     [(Penalty, "create_graph=True"), (Recomputed, "within torch.utils.checkpoint")],
 )
-@pytest.mark.world_size(2, deadline_s=30)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_refused_with_the_reason(make: Callable[[], LightningModule], text: str) -> None:
     with pytest.raises(Exception, match=text):
         _looked_at(lambda: make().double(), network="net")
@@ -266,7 +266,7 @@ def _held_calls() -> int:
     return sum(type(o) is collective_call._Call for o in gc.get_objects())
 
 
-@pytest.mark.world_size(2, deadline_s=30)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_activations_are_freed_with_the_graph() -> None:
     made: list[Frees] = []
 
@@ -300,7 +300,7 @@ def _entries(strategy: Any) -> list[Any]:
     return results
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_every_entry_point() -> None:
     want = on_rank_zero(lambda: _entries("auto"))
     torch.testing.assert_close(
@@ -311,7 +311,7 @@ def test_every_entry_point() -> None:
 # -- precision and randomness -----------------------------------------------------------------
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_mixed_precision() -> None:
     """One micro-batch rounds as one device does."""
     for name in ("siamese", "manual"):
@@ -346,7 +346,7 @@ class Noisy(Siamese):
         return loss
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_draws_agree_on_all_ranks_and_for_any_cut() -> None:
     outcomes = []
     for partition in ([1, 3], [3, 1]):

@@ -213,7 +213,7 @@ def test_as_on_one_device() -> None:
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_any_number_of_micro_batches_under_each_schedule() -> None:
     """Fewer than stages too: elsewhere that hangs, or is forbidden."""
     failures = Failures()
@@ -226,7 +226,7 @@ def test_any_number_of_micro_batches_under_each_schedule() -> None:
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=30)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_replicas_may_not_skip_a_batch() -> None:
     """One could leave out what the others train on. Lightning's own words."""
     strategy = PipeSwiftStrategy(stages=1)
@@ -261,7 +261,7 @@ def _numbers_for_nan(outcome: Outcome) -> Outcome:
     return outcome
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_gradient_that_is_not_finite_spoils_the_same_on_all_stages() -> None:
     failures = Failures()
     strategy = partial(PipeSwiftStrategy, micro_batches=3, loss="per_sample")
@@ -303,7 +303,7 @@ class Copies(Callback):
         self.seen += 1
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_both_copies_of_a_tied_weight_are_equal_after_each_step() -> None:
     for options in ({"loss": "per_sample"}, {"loss": "whole_batch"}):
         copies = Copies()
@@ -313,7 +313,7 @@ def test_both_copies_of_a_tied_weight_are_equal_after_each_step() -> None:
         assert copies.seen == 10
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_the_rate_falls_on_a_plateau_over_a_resumed_run_too(tmp_path: Path) -> None:
     def run(make: Callable[[], Any], folder: Path) -> Outcome:
         saving: dict[str, Any] = {

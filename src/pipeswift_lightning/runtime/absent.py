@@ -251,14 +251,14 @@ def left(mode: AbsentMode | None) -> Iterator[None]:
         return
     stack: list[Any] = []
     while not stack or stack[-1] is not mode:
-        stack.append(_pop_mode())
+        stack.append(_pop_mode())  # type: ignore[no-untyped-call]
     inner = stack[-2::-1]
     for other in inner:
-        _push_mode(other)
+        _push_mode(other)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for _ in inner:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         for other in (mode, *inner):
-            _push_mode(other)
+            _push_mode(other)  # type: ignore[no-untyped-call]
