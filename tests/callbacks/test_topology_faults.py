@@ -41,7 +41,7 @@ def _train(folder: Path, *, asynchronous: bool) -> None:
     kwargs: dict[str, Any] = {"max_epochs": 20, "callbacks": [saves]}
     make = lambda: Language(Transformer()).double()  # noqa: E731
     try:
-        fit(make, loaders(tokens), PipeSwiftStrategy(silence_s=5.0), **kwargs)
+        fit(make, loaders(tokens), PipeSwiftStrategy(silence_s=60.0), **kwargs)
     except (CheckpointError, PipelineFailure) as error:
         said = f"{type(error).__name__}: {error}"
         (folder / f"said{os.environ['RANK']}").write_text(said)
