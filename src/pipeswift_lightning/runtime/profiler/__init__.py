@@ -1,10 +1,11 @@
 """Measure a network's layers and links: real costs to plan with.
 
 `profile_network` measures on one rank, `profile_stages` each layer on one of many; `obtain_profile`
-measures only if no file has it, and gives all ranks the same numbers.
+measures only if no file has it, and gives all ranks the same numbers. `flops_model` counts instead.
 """
 
 from pipeswift_lightning.runtime.profiler.examples import example_micro_batches, shape_of
+from pipeswift_lightning.runtime.profiler.flops import flops_model
 from pipeswift_lightning.runtime.profiler.link import measure_link
 from pipeswift_lightning.runtime.profiler.measure import ProfileOptions, Subject
 from pipeswift_lightning.runtime.profiler.network import called, profile_network
@@ -24,6 +25,7 @@ __all__ = [
     "Subject",
     "called",
     "example_micro_batches",
+    "flops_model",
     "measure_link",
     "obtain_profile",
     "origin_of",
