@@ -9,6 +9,7 @@ from pipeswift_lightning.runtime.profiler.flops import flops_model
 from pipeswift_lightning.runtime.profiler.link import measure_link
 from pipeswift_lightning.runtime.profiler.measure import ProfileOptions, Subject
 from pipeswift_lightning.runtime.profiler.network import called, profile_network
+from pipeswift_lightning.runtime.profiler.optimizer import optimizer_factor
 from pipeswift_lightning.runtime.profiler.origin import origin_of
 from pipeswift_lightning.runtime.profiler.probe import ProfileError
 from pipeswift_lightning.runtime.profiler.sharing import (
@@ -28,6 +29,7 @@ __all__ = [
     "flops_model",
     "measure_link",
     "obtain_profile",
+    "optimizer_factor",
     "origin_of",
     "profile_network",
     "profile_stages",

@@ -208,7 +208,7 @@ class _Counter(LayerWrapper):
 
 def _given(tensor: Tensor) -> Tensor:
     """Return an argument of a layer on the meta device; gradients flow to activations."""
-    absent = to_absent(tensor)
+    absent: Tensor = to_absent(tensor)
     if tensor.is_meta and tensor.is_floating_point():
         return torch.empty_like(absent).requires_grad_()
     return absent
