@@ -69,12 +69,7 @@ def flops_model(
         [64, 0, 64]
     """
     check(micro_batches)
-    if not flops_per_s > 0:
-        message = (
-            f"flops_per_s={flops_per_s} takes for ever. Rule: above 0. Remedy: about 0.4 of the "
-            "device's peak"
-        )
-        raise ProfileError(message)
+    _check_rate(flops_per_s)
     trace = subject.trace(micro_batches[0])
     absent = frozenset(map(id, subject.module.parameters()))
     stand_ins = StandIns(subject.modules(), subject.device, absent=absent)
@@ -98,6 +93,15 @@ def flops_model(
         layers=layer_profiles(subject, trace, [measured], optimizer_factor),
     )
     return replace(profile.model(), relative_error=_ERROR, origin=None)
+
+
+def _check_rate(flops_per_s: float) -> None:
+    if not flops_per_s > 0:
+        message = (
+            f"flops_per_s={flops_per_s} takes for ever. Rule: above 0. Remedy: about 0.4 of the "
+            "device's peak"
+        )
+        raise ProfileError(message)
 
 
 class _Counter(LayerWrapper):
