@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.operations import OperationCounter
 
-__all__ = ["AbsentMode", "AbsentValueError", "entered", "left", "to_absent"]
+__all__ = ["AbsentMode", "AbsentValueError", "absent_output", "entered", "left", "to_absent"]
 
 _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -50,6 +50,17 @@ def to_absent(value: Any) -> Any:
         True
     """
     return tree_map_only(Tensor, _as_meta, value)
+
+
+def absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return the absent output of a layer that lives on another stage."""
+    try:
+        return to_absent(original(*to_absent(args), **to_absent(kwargs)))
+    except (RuntimeError, NotImplementedError):
+        # Some layers cannot run without data (routing, data-dependent shapes). Blocks keep the
+        # shape of their first tensor, and only the shape can matter here.
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        return torch.empty_like(tensors[0], device="meta")
 
 
 def _as_meta(tensor: Tensor) -> Tensor:

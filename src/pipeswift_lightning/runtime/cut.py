@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from pipeswift_lightning.runtime.absent import AbsentMode, entered, left, to_absent
+from pipeswift_lightning.runtime.absent import AbsentMode, absent_output, entered, left
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
@@ -298,7 +298,7 @@ class LayerCut:
         key = (index, self.layers[index].training, *map(_described, leaves))
         template = self._templates.get(key)
         if template is None:
-            template = tree_flatten(_absent_output(original, args, kwargs))
+            template = tree_flatten(absent_output(original, args, kwargs))
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             self._templates[key] = template
@@ -365,14 +365,3 @@ def _described(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return (tuple(leaf.shape), leaf.dtype)
     return (type(leaf), leaf if isinstance(leaf, _VALUES) else None)
-
-
-def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the absent output of a layer that lives on another stage."""
-    try:
-        return to_absent(original(*to_absent(args), **to_absent(kwargs)))
-    except (RuntimeError, NotImplementedError):
-        # Some layers cannot run without data (routing, data-dependent shapes). Blocks keep the
-        # shape of their first tensor, and only the shape can matter here.
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        return torch.empty_like(tensors[0], device="meta")
