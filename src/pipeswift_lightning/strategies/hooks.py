@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.plan.microbatches import MicroBatches
+from pipeswift_lightning.runtime.announcement import announce
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -283,13 +283,12 @@ class StepRunner:
         session = self._session
         if session.num_stages == 1:
             return result
-        box = [tree_map_only(Tensor, lambda t: t.cpu(), result)] if session.is_last else [None]
         last = session.groups.mesh.rank(
             stage=session.num_stages - 1, replica=session.groups.coordinate.replica
         )
         with in_collective("waiting for the last stage's loss and logs", session.progress):
-            dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
-        return tree_map_only(Tensor, lambda t: t.to(session.device), box[0])
+            told = announce(result, last, session.groups.pipeline, session.device)
+        return tree_map_only(Tensor, lambda t: t.to(session.device), told)
 
 
 def _scale(precision: Precision) -> Callable[[Tensor], Tensor]:
