@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.operations import OperationCounter
@@ -246,13 +246,21 @@ def left(mode: AbsentMode | None) -> Iterator[None]:
     """Leave ``mode`` while a layer is called: what runs in it is none of the step's own code.
 
     In a layer of this stage nothing can be absent, and every look at a tensor would cost the mode's
-    own call.
+    own call. Modes that the user's code has entered since stay as they are.
     """
     if mode is None:
         yield
         return
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    stack: list[Any] = []
+    while not stack or stack[-1] is not mode:
+        stack.append(_pop_mode())  # type: ignore[no-untyped-call]
+    inner = stack[-2::-1]
+    for other in inner:
+        _push_mode(other)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        for _ in inner:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for other in (mode, *inner):
+            _push_mode(other)  # type: ignore[no-untyped-call]
