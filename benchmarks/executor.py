@@ -22,18 +22,10 @@ else runs on the machine.
 
 import argparse
 import gc
-import multiprocessing
-import os
 import statistics
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from benchmarks.racing import (
     Span,
@@ -41,10 +33,10 @@ from benchmarks.racing import (
     compare_gradients,
     gathered,
     slowest,
-    spread,
     table,
     timed,
 )
+from benchmarks.ranks import run_ranks, spread
 from benchmarks.stages import CASES, Case, OurStep, PeerStep
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.instructions import Schedule
@@ -52,7 +44,7 @@ from pipeswift_lightning.plan.lowering import lower
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.simulator import makespan_s
 from pipeswift_lightning.plan.timeline import Event, EventKind
-from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
+from pipeswift_lightning.runtime.mesh import MeshGroups
 
 MICRO_BATCHES = 8
 SCHEDULES = ("1f1b", "gpipe")
@@ -117,54 +109,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds = 5
-    races = [race for ranks in options.ranks for race in _spawn(ranks, options)]
+    races = [race for ranks in options.ranks for race in run_ranks(_races, ranks, options)]
     races.sort(key=lambda race: (list(CASES).index(race.case), race.ranks))
     print(table([_HEADER, *(race.row() for race in races)]))
 
 
-def _spawn(ranks: int, options: argparse.Namespace) -> list[Race]:
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank_main, args=(r, ranks, folder, options, results))
-            for r in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        races = []
-        for _ in range(len(options.cases) * len(options.schedules)):
-            while results.empty() and all(p.exitcode in (None, 0) for p in processes):
-                time.sleep(0.2)
-            if results.empty():
-                break
-            races.append(results.get())
-        if any(p.exitcode for p in processes):
-            for process in processes:
-                process.kill()
-        for process in processes:
-            process.join()
-        if any(p.exitcode for p in processes):
-            raise SystemExit(1)
-    return races
-
-
-def _rank_main(
-    rank: int, ranks: int, folder: str, options: argparse.Namespace, results: Any
-) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    groups = MeshGroups.create(Mesh.of(world_size=ranks, num_stages=ranks), rank)
-    groups.warm(torch.device("cpu"))
+def _races(groups: MeshGroups, report: Callable[[Any], None], options: argparse.Namespace) -> None:
     for name in options.cases:
         for schedule in options.schedules:
             race = _race(name, schedule, groups, options)
-            if rank == 0:
-                results.put(race)
-    dist.destroy_process_group()
+            if groups.rank == 0:
+                report(race)
 
 
 def _race(name: str, schedule_name: str, groups: MeshGroups, options: argparse.Namespace) -> Race:

@@ -18,18 +18,14 @@ measured / predicted - 1 of our steps, ``plan`` how long planning one batch take
 
 import argparse
 import gc
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from benchmarks.lognormal_sides import (
     CASES,
@@ -39,10 +35,13 @@ from benchmarks.lognormal_sides import (
     PeerSide,
     packed_runs,
     padded_runs,
+    tell,
 )
-from benchmarks.racing import Step, compare_gradients, gathered, slowest, spread, table, timed
+from benchmarks.racing import Step, compare_gradients, gathered, slowest, table, timed
+from benchmarks.ranks import run_ranks, spread
 from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.plan.cost_model import CostModel
+from pipeswift_lightning.plan.costs import Link
 from pipeswift_lightning.plan.evaluator import evaluator_for
 from pipeswift_lightning.plan.formation import Formation, form_to_targets
 from pipeswift_lightning.plan.microbatches import MicroBatches, split_batch_size
@@ -54,14 +53,21 @@ from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.search import choose_plan
 from pipeswift_lightning.plan.simulator import makespan_s
 from pipeswift_lightning.plan.workload import Layout, Workload
-from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
-from pipeswift_lightning.runtime.profiler import ProfileOptions, Subject, profile_network
+from pipeswift_lightning.runtime.mesh import MeshGroups
+from pipeswift_lightning.runtime.profiler import (
+    ProfileOptions,
+    Subject,
+    profile_network,
+    shared_link,
+)
+from pipeswift_lightning.runtime.transport import C10dTransport
 
 SAMPLES, MICRO_BATCHES, CAP, BATCHES = 32, 8, 512, 3
 RUNS = (("sleep", 2), ("sleep", 4), ("real", 2))
 _TOLERANCE = 1e-6
-_SHAPES = tuple((b, n) for n in (64, 192, 384, 640, 1024) for b in (1, 2))
-_BY_LENGTH = tuple((b, n) for n in (32, 64, 128, 256, 512) for b in (1, 2, 4))
+# Rows of so many samples of so many tokens: what micro-batches of these batches look like.
+_SHAPES = ((1, 96), (1, 256), (1, 512), (2, 128), (2, 256), (4, 64), (4, 128), (4, 224), (8, 96))
+_REPEATS = 9
 
 
 @dataclass(slots=True)
@@ -130,63 +136,40 @@ def main() -> None:
             for case, ranks in RUNS
             if case in (options.cases or CASES) and ranks in (options.ranks or (2, 4))
         ]
-    races = [_spawn(case, ranks, options) for case, ranks in runs]
+    races: list[Race] = [
+        race for case, ranks in runs for race in run_ranks(_race, ranks, case, options)
+    ]
     if options.ablation:
         print(table([_CHOICES, *(line for race in races for line in race.ablation())]))
     else:
         print(table([_SIDES, *(line for race in races for line in race.rows())]))
 
 
-def _spawn(case: str, ranks: int, options: argparse.Namespace) -> Race:
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank_main, args=(r, ranks, folder, case, options, results))
-            for r in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        while results.empty() and all(p.exitcode in (None, 0) for p in processes):
-            time.sleep(0.2)
-        if any(p.exitcode for p in processes):
-            for process in processes:
-                process.kill()
-            raise SystemExit(1)
-        race: Race = results.get()
-        for process in processes:
-            process.join()
-    return race
-
-
-def _rank_main(
-    rank: int, ranks: int, folder: str, name: str, options: argparse.Namespace, results: Any
+def _race(
+    groups: MeshGroups, report: Callable[[Race], None], name: str, options: argparse.Namespace
 ) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=10)
-    )
-    groups = MeshGroups.create(Mesh.of(world_size=ranks, num_stages=ranks), rank)
-    groups.warm(torch.device("cpu"))
+    ranks = groups.mesh.num_stages
+    link = shared_link(C10dTransport(groups, torch.device("cpu")), ranks, groups.pipeline)
     dist.barrier()
     model = _profiled(CASES[name])  # the first rank's counts
     race = Race(name, ranks)
-    batches = [_lengths(seed) for seed in range(BATCHES)]
     sides = []
-    for seed, lengths in enumerate(batches):
+    for seed, lengths in enumerate(_lengths(seed) for seed in range(BATCHES)):
         workload = _from_first(
             lambda lengths=lengths: Workload(
-                model=model, lengths=lengths, num_stages=ranks, layout=Layout.PACKED
+                model=model,
+                lengths=lengths,
+                num_stages=ranks,
+                layout=Layout.PACKED,
+                link=link or Link(),
             )
         )
         data = Data.of(lengths, CASES[name].width, seed)
         make = _choices if options.ablation else _sides
         sides.append(make(CASES[name], workload, data, groups, race))
     _run(sides, options.rounds, race)
-    if rank == 0:
-        results.put(race)
-    dist.destroy_process_group()
+    if groups.coordinate.stage == 0:
+        report(race)
 
 
 def _lengths(seed: int) -> tuple[int, ...]:
@@ -202,13 +185,15 @@ def _from_first(make: Any) -> Any:
 def _profiled(case: Case) -> CostModel:
     """Measure the layers, while the other ranks do too: as in a step, all use the machine."""
     network = case.stage(range(len(case.layers)))
-    shapes = _BY_LENGTH if any(isinstance(x, nn.LayerNorm) for x in network.modules()) else _SHAPES
-    micro_batches = [torch.randn(b, n, case.width) for b, n in shapes]
-    subject = Subject(
-        network, list(network), lambda x: network(x).pow(2).mean(), torch.device("cpu")
-    )
+
+    def run(packed: tuple[torch.Tensor, tuple[int, ...]]) -> torch.Tensor:
+        tell(network, packed[1])
+        return network(packed[0]).pow(2).mean()
+
+    rows = [(torch.randn(1, k * n, case.width), (n,) * k) for k, n in _SHAPES]
+    subject = Subject(network, list(network), run, torch.device("cpu"))
     profile = profile_network(
-        subject, micro_batches, shapes=shapes, options=ProfileOptions(repeats=15)
+        subject, rows, shapes=_SHAPES, options=ProfileOptions(repeats=_REPEATS)
     )
     return profile.model()
 

@@ -18,7 +18,7 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.transport import C10dTransport
 
-__all__ = ["CASES", "Case", "Data", "OurSide", "PeerSide", "packed_runs", "padded_runs"]
+__all__ = ["CASES", "Case", "Data", "OurSide", "PeerSide", "packed_runs", "padded_runs", "tell"]
 
 _CPU = torch.device("cpu")
 
@@ -193,7 +193,8 @@ def _loss(output: Tensor, target: Tensor, num_tokens: int) -> Tensor:
     return (each * target[..., -1]).sum() / num_tokens
 
 
-def _tell(stage: nn.Sequential, segments: Sequence[int] | None) -> None:
+def tell(stage: nn.Sequential, segments: Sequence[int] | None) -> None:
+    """Say where the samples of the next row end."""
     for layer in stage:
         layer.segments = segments
 
@@ -209,7 +210,7 @@ class _Program:
 
     def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
         part = self._parts[micro_batch]
-        _tell(self._stage, part.segments)
+        tell(self._stage, part.segments)
         output = self._stage(received[0] if stage else part.inputs)
         return _loss(output, part.target, self._num_tokens) if self._is_last else (output,)
 
@@ -250,7 +251,7 @@ class _Queued(nn.Module):
         self.next = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        _tell(self.stage, self._segments[self.next % len(self._segments)])
+        tell(self.stage, self._segments[self.next % len(self._segments)])
         self.next += not x.is_meta
         return self.stage(x)
 

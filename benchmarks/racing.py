@@ -1,6 +1,5 @@
 """Time steps that all ranks begin together, and show what came of it."""
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["Span", "Step", "compare_gradients", "gathered", "slowest", "spread", "table", "timed"]
+__all__ = ["Span", "Step", "compare_gradients", "gathered", "slowest", "table", "timed"]
 
 _LEAD_S = 0.002  # From announcing the common start to the start: more than a broadcast takes.
 
@@ -84,12 +83,6 @@ def compare_gradients(ours: nn.Module, peer: nn.Module, tolerance: float) -> flo
         assert worst <= tolerance, f"gradients of {name} differ by {worst}"
         found = max(found, worst)
     return found
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Return the median with the quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

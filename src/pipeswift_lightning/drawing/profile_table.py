@@ -7,7 +7,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from pipeswift_lightning.plan.profile import CostProfile, LayerProfile
+from pipeswift_lightning.plan.cost_model import LayerModel
+from pipeswift_lightning.plan.profile import CostProfile
 
 __all__ = ["profile_tables"]
 
@@ -35,7 +36,8 @@ def _layers(profile: CostProfile) -> Table:
     table.add_column("layer")
     for name in _COLUMNS:
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [_row(profile, k) for k in range(len(profile.layers))]
+    models = profile.model().layers
+    rows = [_row(profile, k, model) for k, model in enumerate(models)]
     for layer, row in zip(profile.layers, rows, strict=True):
         table.add_row(".".join(layer.name.split(".")[-2:]), *map(_number, row))
     table.add_section()
@@ -43,10 +45,9 @@ def _layers(profile: CostProfile) -> Table:
     return table
 
 
-def _row(profile: CostProfile, position: int) -> Sequence[float]:
-    layer: LayerProfile = profile.layers[position]
+def _row(profile: CostProfile, position: int, model: LayerModel) -> Sequence[float]:
+    layer = profile.layers[position]
     sample = layer.samples[_largest(profile)]
-    model = profile.model().layers[position]
     return (
         1e3 * sample.forward_s,
         1e3 * sample.backward_s,

@@ -15,26 +15,26 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.communication import CommunicationError
-from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.choice import choose_networks
-from pipeswift_lightning.strategies.clipping import clip_globally
+from pipeswift_lightning.strategies.clipping import GlobalNorms
 from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
     check_module,
     check_optimizers,
     one_optimizer,
+    warn_of_short_epochs,
 )
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
-from pipeswift_lightning.strategies.devices import move_buffers
+from pipeswift_lightning.strategies.devices import move_buffers, start_alike
 from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_found_inf
-from pipeswift_lightning.strategies.handover import GradientHandover, with_leaf_loss
+from pipeswift_lightning.strategies.handover import GradientHandover, skipped_loss, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
 from pipeswift_lightning.strategies.optimizers import unwrapped
@@ -63,8 +63,7 @@ class PipeSwiftStrategy(ObservedStrategy):
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
             Several names, or ``None`` where every rank runs whole steps: several networks.
-        partition: Number of layers of each stage, or ``"uniform"`` for as many in each. ``None``
-            balances their measured costs, if there are ``costs``, else an estimate.
+        partition: Layers of each stage; ``"uniform"``: as many in each; ``None``: balanced.
         loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
             each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
             not (a contrastive loss): it runs once on all outputs, with every micro-batch in
@@ -85,12 +84,10 @@ class PipeSwiftStrategy(ObservedStrategy):
             ``True`` for all, or so many of each stage, or a list with a number for each stage.
         compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
             its arguments.
-        costs: A file with the costs of the layers, or ``"measure"`` to measure them at the first
-            batch. They choose what is not given: partition, micro-batches, their order, warm-up and
-            schedule. ``None``: equal runs of samples in the data's order.
-        trim: Whether, where costs choose, padding is cut off that a micro-batch does not need:
-            ``"auto"`` compares some steps with the whole batch's, and stops if that differs.
-        memory_limit: Bytes that a stage may take, or a list for each stage.
+        costs: A file of the layers' costs, or ``"measure"``. They choose what is not given:
+            partition, micro-batches, order, warm-up, schedule. ``None``: equal runs of samples.
+        trim: With costs, cut off padding that a micro-batch does not need; ``"auto"``: checked.
+        memory_limit: With costs, bytes that a stage may take, or a list.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -171,9 +168,9 @@ class PipeSwiftStrategy(ObservedStrategy):
         )
         self._weights = weights
         self._steps: StepRunner | None = None
-        self._handover = GradientHandover()
+        self._handover, self._clock = GradientHandover(), StepClock()
+        self._norms: GlobalNorms | None = None
         self._sync_gradients = True
-        self._clock = StepClock()
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -201,7 +198,8 @@ class PipeSwiftStrategy(ObservedStrategy):
         networks, why = choose_networks(module, self.options, self.mesh)
         self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
-        self._equalise(module)
+        if self._collectives is not None and self.mesh.world_size > 1:
+            start_alike(module, self._collectives, self.root_device)
         self._session = PipelineSession(
             module,
             networks[0],
@@ -221,24 +219,16 @@ class PipeSwiftStrategy(ObservedStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             assert self._collectives is not None
-            clip_globally(self.precision_plugin, self._session, self._collectives)
-            self._scale_globally()
+            self._norms = GlobalNorms(self._session, self._collectives)
+            self._norms.install(self.precision_plugin)
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            share_found_inf(scaler, self.root_device, self._collectives.sum_over_stages)
             if DeferredRequeue.needed(trainer):
                 trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         if why is not None:
             self._session.make_transparent(networks, why)
         self._session.open()
         self._clock.data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
-
-    def _equalise(self, module: nn.Module) -> None:
-        """Start all ranks from rank 0's values, whether or not the user seeded everything."""
-        if self._collectives is None or self.mesh.world_size == 1:
-            return
-        tensors = [t.data for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
-        self._collectives.guarded(
-            "waiting for rank 0's initial parameters",
-            lambda: broadcast_tensors(tensors, 0, None, self.root_device),
-        )
 
     @override
     def model_to_device(self) -> None:
@@ -248,13 +238,13 @@ class PipeSwiftStrategy(ObservedStrategy):
         else:
             move_buffers(self.lightning_module, self.root_device)
 
-    def _scale_globally(self) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            assert self._collectives is not None
-            share_found_inf(scaler, self.root_device, self._collectives.sum_over_stages)
-
     # -- steps --------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        warn_of_short_epochs(self.lightning_module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,9 +255,12 @@ class PipeSwiftStrategy(ObservedStrategy):
             self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
         if aside:
-            self._handover.end(self.session.local_parameters())
+            self._handover.end(self.session.local_parameters(), skipped=output is None)
         self._after_step()
         self._clock.computed(self.session)
+        one_pipeline = self.mesh.num_stages == self.mesh.world_size > 1
+        if output is None and module.automatic_optimization and one_pipeline:
+            return skipped_loss(self.root_device)
         # A step that every rank runs whole has a loss with a graph, for Lightning to walk.
         return output if self.session.transparent is not None else with_leaf_loss(output)
 
@@ -301,7 +294,7 @@ class PipeSwiftStrategy(ObservedStrategy):
             return self._backward(closure_loss, optimizer, *args, **kwargs)
         # The hooks alone: a scaling plugin must not touch a loss that is only looked at.
         Precision.pre_backward(self.precision_plugin, closure_loss, module)
-        self._handover.hand_over(self.session.local_parameters())
+        self._handover.hand_over()
         self._reduce_gradients()
         return Precision.post_backward(self.precision_plugin, closure_loss, module)
 
@@ -379,7 +372,8 @@ class PipeSwiftStrategy(ObservedStrategy):
             )
         elif session is not None:
             session.close(bring_back=False)
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._norms is not None:
+            self._norms.remove(self.precision_plugin)
         forget_stages(getattr(self.precision_plugin, "scaler", None))
         if whole and self._is_divided:
             self._release_divided()

@@ -165,8 +165,7 @@ class PipelineSession:
 
     def look_at(self, call: StepCall) -> StepTrace | None:
         """Return how the step hangs together; ``None`` if it runs whole in this process."""
-        with preserved_rng(self.device):
-            return self._trace(call)
+        return self._trace(call)
 
     def run(self, call: StepCall, scope: LossScope) -> StepProgram | WholeBatchProgram:
         """Run one step over the pipeline.
@@ -284,7 +283,8 @@ class PipelineSession:
         trace = self._traces.get(key)
         if trace is None:
             self._agree(batch_facts(self.module, call.hook, call.batch))
-            trace = look_at_step(self.module, self.cut, self._metrics, call, first)
+            with preserved_rng(self.device):
+                trace = look_at_step(self.module, self.cut, self._metrics, call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO:
                 self._undo_cut()
                 networks = find_networks(self.module, self.options.network)

@@ -21,6 +21,7 @@ def reduce_stage_gradients(
         groups: Of the mesh.
         summed: Whether the stages' are summed already.
     """
+    replicas = groups.replicas if groups.mesh.num_replicas > 1 else None
     shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
     if share is None:
         own = [p for p in module.parameters() if p.requires_grad]
@@ -29,5 +30,6 @@ def reduce_stage_gradients(
     else:
         shared = share.shared_groups(groups)
         in_shared = {id(p) for parameters in shared.values() for p in parameters}
-        own = [p for p in share.local().values() if id(p) not in in_shared]
-    reduce_gradients(own, shared, groups.replicas if groups.mesh.num_replicas > 1 else None)
+        local = share.local() if replicas is not None else {}
+        own = [p for p in local.values() if id(p) not in in_shared]
+    reduce_gradients(own, shared, replicas)

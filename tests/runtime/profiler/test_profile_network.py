@@ -14,6 +14,7 @@ from pipeswift_lightning.runtime.profiler import (
     ProfileOptions,
     Subject,
     example_micro_batches,
+    optimizer_factor,
     profile_network,
 )
 from tests.runtime.profiler.networks import Delicate, Sleeping, delicate_batch, loss_of
@@ -170,3 +171,19 @@ def test_examples_are_cut_from_one_batch() -> None:
     assert len(example_micro_batches(batch)) == 12
     images = torch.zeros(4, 3, 8, 8)
     assert [x.shape[0] for x in example_micro_batches(images)] == [1, 2, 4]
+
+
+def test_the_optimizers_state_is_found_by_trying_one() -> None:
+    weight = nn.Parameter(torch.ones(8, 8))
+    kinds = torch.optim.AdamW, torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9)
+    assert [round(optimizer_factor(kind([weight])), 1) for kind in kinds] == [2.0, 0.0, 1.0]
+
+    class Odd(torch.optim.SGD):
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            super().__init__(parameters, lr=1.0, momentum=0.5)
+
+    odd = Odd([weight])
+    assert optimizer_factor(odd) == 2.0  # it cannot be made from its defaults
+    weight.grad = torch.ones_like(weight)
+    odd.step()
+    assert optimizer_factor(odd) == 1.0

@@ -1,6 +1,7 @@
 """Clocks for work that may still be under way on a device when the next line runs."""
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,11 @@ class Clock(Protocol):
 class _HostClock:
     """For work that is done when its call returns."""
 
+    def __init__(self, read: Callable[[], float]) -> None:
+        self._read = read
+
     def mark(self) -> float:
-        return time.perf_counter()
+        return self._read()
 
     def finish(self) -> None:
         return None
@@ -72,8 +76,13 @@ class _WaitingClock:
         return end - start
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device, *, processor_time: bool = False) -> Clock:
     """Return the clock of a device.
+
+    Args:
+        device: Where the work is done.
+        processor_time: On a CPU, whether to count this process's processor time instead of what
+            passes on the wall.
 
     Example:
         >>> clock = clock_for(torch.device("cpu"))
@@ -82,5 +91,5 @@ def clock_for(device: torch.device) -> Clock:
         True
     """
     if device.type in ("cpu", "meta"):
-        return _HostClock()
+        return _HostClock(time.process_time if processor_time else time.perf_counter)
     return _CudaClock(device) if device.type == "cuda" else _WaitingClock(device)

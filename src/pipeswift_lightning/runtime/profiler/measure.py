@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from pipeswift_lightning.plan.profile import LayerProfile, LayerSample
 from pipeswift_lightning.runtime.batching import fresh_containers
 from pipeswift_lightning.runtime.cut import LayerCut
-from pipeswift_lightning.runtime.profiler.clock import clock_for
+from pipeswift_lightning.runtime.profiler.clock import Clock, clock_for
 from pipeswift_lightning.runtime.profiler.copies import StandIns
 from pipeswift_lightning.runtime.profiler.probe import Pass, Probe, ProfileError, What
 from pipeswift_lightning.runtime.rng import preserved_rng
@@ -34,6 +34,8 @@ class ProfileOptions:
         max_s: No further repetition begins after so many seconds.
         optimizer_factor: Bytes of the optimizer's state for each byte of a trained parameter; 2
             for Adam, which keeps two moments (see `optimizer_factor`).
+        processor_time: On a CPU, count processor time: for machines that others use at the same
+            time. Only with one thread, and only if no layer waits for anything.
         settings: What else decides the costs, such as the precision; by it and the network's
             structure a profile is known again.
 
@@ -44,6 +46,7 @@ class ProfileOptions:
     repeats: int = 5
     max_s: float = 60.0
     optimizer_factor: float = 2.0
+    processor_time: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,7 +170,9 @@ def measure(
     steps = [subject.step(micro_batch) for micro_batch in micro_batches]
     start_s = time.perf_counter()
     versions = [p._version for p in subject.module.parameters()]
-    with _undisturbed(subject.device), _probe(subject, trace, positions).in_place() as probe:
+    clock = clock_for(subject.device, processor_time=options.processor_time)
+    quiet = _undisturbed(subject.device)
+    with quiet, _probe(subject, trace, positions, clock).in_place() as probe:
         memory = [probe.run(step, What.MEMORY) for step in steps]
         probe.run(steps[-1], What.FULL)  # the first backward sets much up
         full: list[list[Pass]] = [[] for _ in steps]
@@ -201,7 +206,7 @@ def measure(
     return Measured(samples, [p.value_bytes for p in memory])
 
 
-def _probe(subject: Subject, trace: StepTrace, positions: Sequence[int]) -> Probe:
+def _probe(subject: Subject, trace: StepTrace, positions: Sequence[int], clock: Clock) -> Probe:
     """Return a probe of these layers, which need not be on the device."""
     every = [subject.layers[index] for index in trace.order]
     device = subject.device
@@ -223,7 +228,7 @@ def _probe(subject: Subject, trace: StepTrace, positions: Sequence[int]) -> Prob
     return Probe(
         subject.layers,
         trace,
-        clock_for(device),
+        clock,
         device,
         StandIns(outside, device, absent=frozenset(absent)),
         {
