@@ -1,5 +1,6 @@
 """Steps that costs have planned, against plain Lightning: every kind of plan trains the same."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.callbacks import TopologyCheckpoint
 from pipeswift_lightning.plan.costs import CostError
 from pipeswift_lightning.strategies import planning
 from pipeswift_lightning.strategies.options import OptionError
@@ -191,3 +193,32 @@ def test_costs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=r" is not allowed. Rule: "):
         PipeSwiftStrategy(**wrong)
+
+
+def test_the_plan_is_in_a_checkpoint_and_a_resumed_run_makes_the_same(
+    cost_file: Path, tmp_path: Path
+) -> None:
+    def run(steps: int, **options: Any) -> tuple[Padded, list[Any]]:
+        strategy = PipeSwiftStrategy(costs=cost_file, micro_batches=4, loss="per_sample")
+        saved = TopologyCheckpoint(tmp_path / options.pop("folder"), every_n_steps=2)
+        torch.manual_seed(0)
+        module = Padded()
+        trainer = lone_trainer(
+            strategy,
+            max_steps=steps,
+            precision="64-true",
+            num_sanity_val_steps=0,
+            callbacks=[saved],
+        )
+        trainer.fit(module, loader(num=32), **options)
+        described = json.loads((saved.latest(saved.dirpath) / "topology.json").read_text())
+        return module, described["planned"]
+
+    straight, whole = run(4, folder="straight")
+    run(2, folder="resumed")
+    resumed, again = run(
+        4, folder="resumed", ckpt_path=TopologyCheckpoint.latest(tmp_path / "resumed")
+    )
+    assert whole["micro_batches"] == again["micro_batches"]
+    for name, parameter in straight.named_parameters():
+        assert torch.equal(parameter, dict(resumed.named_parameters())[name]), name
