@@ -142,6 +142,10 @@ class Executor:
         """Begin a step of several runs."""
         self._channel.begin()
 
+    def forget(self) -> None:
+        """Forget how messages look, between steps: from now on other layers send them."""
+        self._channel.forget()
+
     def run_forward(self, row: Sequence[Instruction], program: StageProgram) -> Held:
         """Execute a row of forwards whose backwards may come, now or later or never.
 

@@ -89,6 +89,13 @@ class Collectives:
         self.guarded(what, lambda: dist.all_gather_object(every, value, group=pipeline))
         return every
 
+    def gather_over_ranks(self, what: str, value: Any) -> list[list[Any]]:
+        """Return every rank's object, by replica and stage."""
+        mesh = self._groups.mesh
+        every: list[Any] = [None] * mesh.world_size
+        self.guarded(what, lambda: dist.all_gather_object(every, value))
+        return [[every[r] for r in mesh.pipeline_ranks(i)] for i in range(mesh.num_replicas)]
+
     def sum_over_stages(self, value: Tensor) -> None:
         """Add ``value`` up over the stages, in place."""
         self.guarded(

@@ -15,9 +15,7 @@ from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
-from pipeswift_lightning.runtime.batching import (
-    structure_of,
-)
+from pipeswift_lightning.runtime.batching import structure_of
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
@@ -25,7 +23,7 @@ from pipeswift_lightning.runtime.gradients import reduce_gradients
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
-from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
+from pipeswift_lightning.runtime.ownership import LocalShare, Owners, ParameterTable, find_owners
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -38,6 +36,7 @@ from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
 from pipeswift_lightning.strategies.metrics import SharedMetrics
+from pipeswift_lightning.strategies.module_state import evaluating
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
@@ -240,14 +239,8 @@ class PipelineSession:
 
         Dropout would tell the whole batch from its micro-batches, whatever their weights.
         """
-        modes = [(child, child.training) for child in self.module.modules()]
-        self.module.eval()
-        try:
-            with self._metrics.untouched():
-                program = self.run(replace(call, probing=True), scope)
-        finally:
-            for child, training in modes:
-                child.training = training
+        with evaluating(self.module), self._metrics.untouched():
+            program = self.run(replace(call, probing=True), scope)
         if isinstance(program, WholeBatchProgram):
             return program.whole()
         ids = range(len(call.sizes)) if self.is_last else ()
@@ -296,9 +289,10 @@ class PipelineSession:
             trace = look_at_step(self.module, self.cut, self._metrics, call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO:
                 self._undo_cut()
-                networks = find_networks(self.module, self.options.network)
-                why = f"{call.hook} {trace.only_whole}"
-                self.make_transparent(pipelined(networks, self.groups.mesh), why)
+                found = pipelined(
+                    find_networks(self.module, self.options.network), self.groups.mesh
+                )
+                self.make_transparent(found, f"{call.hook} {trace.only_whole}")
                 return trace
             if self.num_stages > 1:
                 self._fit_to(trace, call.hook)
@@ -332,34 +326,43 @@ class PipelineSession:
         chosen = self.options.partition
         if chosen is None and self.recorded is not None:
             chosen = self.recorded.layers_for(trace.num_layers)
-        self.partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
-        self._order = trace.order
-        layers = trace.order[slice(*self._range())]
-        self._wrappers.choose(layers, self.stage, self.num_stages)
-        owners = find_owners(
-            self.module, self.network.module, self.network.layers, trace, self.partition
-        )
-        with in_collective("connecting stages that share parameters", self.progress):
-            self.groups.create_shared(list(owners.shared()))
+        partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
+        owners = self._adopt(partition, trace)
         table, divided = ParameterTable.of(self.module), divided_names(self.module)
         self._cut_share = share = LocalShare(self.module, owners, table, self.stage, divided)
         share.give_up_foreign()
         share.move_to(self.device)
         self._optimizers.keep_local()
 
+    def _adopt(self, partition: Partition, trace: StepTrace) -> Owners:
+        """Run the layers by this partition from now on; return who has to own what for it."""
+        self.partition, self._order = partition, trace.order
+        self._wrappers.choose(trace.order[slice(*self._range())], self.stage, self.num_stages)
+        network = self.network
+        owners = find_owners(self.module, network.module, network.layers, trace, partition)
+        with in_collective("connecting stages that share parameters", self.progress):
+            self.groups.create_shared(list(owners.shared()))
+        return owners
+
+    @property
+    def trace(self) -> StepTrace:
+        """How the layers hang together in all kinds of steps so far."""
+        return StepTrace.of_all(list(self._traces.values()))
+
+    def repartition(self, partition: Partition) -> Owners:
+        """Give the stages other layers; what these own has to move. Collective over all ranks."""
+        self._executor.forget()
+        return self._adopt(partition, self.trace)
+
     # -- gradients, timeline, end -------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         """Sum shared parameters over their stages, and average over the replicas."""
-        if self.share is None:
-            own = [p for p in self.module.parameters() if p.requires_grad]
-            shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
-        elif self.transparent is not None:  # each call has summed its own already
-            own, shared = list(self.share.local().values()), {}
-        else:
-            shared = self.share.shared_groups(self.groups)
-            in_shared = {id(p) for parameters in shared.values() for p in parameters}
-            own = [p for p in self.share.local().values() if id(p) not in in_shared]
+        shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        if self._cut_share is not None:  # whole steps: each call has summed its own already
+            shared = self._cut_share.shared_groups(self.groups)
+        in_shared = {id(p) for parameters in shared.values() for p in parameters}
+        own = [p for p in self.local_parameters().values() if id(p) not in in_shared]
         replicas = self.groups.replicas if self.groups.mesh.num_replicas > 1 else None
         reduce_gradients(own, shared, replicas)
 

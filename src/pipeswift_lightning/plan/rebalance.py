@@ -1,0 +1,364 @@
+"""Whether layers should move to other stages, from the stages' measured times.
+
+A stage that is measured to be slower than its layers' costs say has costlier layers than was
+thought, or a slower device: one measurement cannot tell. If the layers are to blame, a layer that
+moves takes its cost along; if the device is, it leaves it behind. So each partition is simulated
+under both, and counts as what the worse of the two predicts: a gain that depends on the blame is
+none.
+
+Simulated are the measured times of each micro-batch, with instant messages. What a step takes
+beyond them (messages, data, the update) is taken to stay. Whether a gain came is measured later.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pipeswift_lightning.plan.bottleneck import StageProblem, solve_starts
+from pipeswift_lightning.plan.costs import StepCosts
+from pipeswift_lightning.plan.evaluator import Evaluator, Floats, Ints
+from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.plan.partition_search import (
+    Bools,
+    PartitionSearch,
+    all_starts,
+    bounds_of,
+    without_empty_stages,
+)
+
+__all__ = [
+    "Decision",
+    "Judgement",
+    "Measurement",
+    "RebalanceError",
+    "RebalancePolicy",
+    "RebalanceState",
+    "decide",
+]
+
+_ALL_CELLS = 2_000_000  # Computations times partitions up to which all are simulated: 20 ms.
+_MEAN = 1e-6  # What the mean of both predictions counts beside the worse one: it breaks ties.
+_LEAST = 1e-9  # Of the mean cost, in place of a cost of 0, which no measurement could be scaled to.
+
+
+class RebalanceError(ValueError):
+    """Measurements or a policy that nothing can be decided from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalancePolicy:
+    """When layers move, and when they move back.
+
+    Args:
+        threshold: Share of a step that a move must be predicted to gain.
+        kept_share: Share of the predicted gain that must come, or the move is undone.
+        cool_down: Steps after a move was judged in which none is made.
+
+    Raises:
+        RebalanceError: A share is not between 0 and 1, or the cool-down is negative.
+    """
+
+    threshold: float = 0.05
+    kept_share: float = 0.5
+    cool_down: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < 1:
+            _refuse("threshold", self.threshold, "a share of the step, above 0 and below 1", 0.05)
+        if not 0 <= self.kept_share <= 1:
+            _refuse("kept_share", self.kept_share, "a share of the gain, from 0 to 1", 0.5)
+        if self.cool_down < 0:
+            _refuse("cool_down", self.cool_down, "a number of steps, 0 or more", 100)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a window of steps took.
+
+    Args:
+        schedule: That the steps followed.
+        costs: Seconds of each stage and micro-batch, medians over the steps.
+        step_s: Seconds of a step, a median too.
+
+    Raises:
+        RebalanceError: The step is not longer than 0.
+    """
+
+    schedule: Schedule
+    costs: StepCosts
+    step_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.step_s < math.inf:
+            _refuse("step_s", self.step_s, "the length of a step in seconds, above 0", 0.1)
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each stage computes in a step. Shape ``[num_stages]``."""
+        pairs = zip(self.costs.forward_s, self.costs.backward_s, strict=True)
+        return tuple(sum(forward) + sum(backward) for forward, backward in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The best partition for what was measured.
+
+    Attributes:
+        partition: The present one.
+        best: The best one; the present one if none is better.
+        busy_s: What each stage computed in a step.
+        step_s: What a step took.
+        predicted_s: What it would take with ``best``, by the worse of the two predictions.
+        moves: Whether the gain passes the threshold.
+    """
+
+    partition: Partition
+    best: Partition
+    busy_s: tuple[float, ...]
+    step_s: float
+    predicted_s: float
+    moves: bool
+
+    @property
+    def gain(self) -> float:
+        """The predicted gain, as a share of the step."""
+        return 1 - self.predicted_s / self.step_s
+
+    @property
+    def num_moved(self) -> int:
+        """Number of layers that change their stage."""
+        layers = range(self.best.num_layers)
+        return sum(self.partition.stage_of(k) != self.best.stage_of(k) for k in layers)
+
+
+def decide(
+    measured: Measurement,
+    partition: Partition,
+    layer_costs: Sequence[float],
+    policy: RebalancePolicy,
+    rejected: Collection[Partition] = (),
+) -> Decision:
+    """Return the partition of least predicted step, and whether it is worth a move.
+
+    If there are few partitions all are simulated, otherwise those around the present one and around
+    the best under either blame.
+
+    Args:
+        measured: The last window.
+        partition: That it ran with.
+        layer_costs: Estimated or profiled cost of each layer; only ratios count. Shape ``[n]``.
+        policy: What gain is worth it.
+        rejected: Partitions not to be taken: their gain did not come before.
+
+    Raises:
+        RebalanceError: A cost is negative or not finite, or the numbers of layers or stages differ.
+
+    Example:
+        >>> from pipeswift_lightning.plan.schedules import build_schedule
+        >>> costs = StepCosts(forward_s=[[1, 1], [2, 2]], backward_s=[[2, 2], [4, 4]])
+        >>> measured = Measurement(schedule=build_schedule("1f1b", 2, 2), costs=costs, step_s=15.0)
+        >>> found = decide(measured, Partition((0, 3), 6), [1] * 6, RebalancePolicy())
+        >>> found.best.starts, found.predicted_s, found.moves
+        ((0, 4), 13.0, True)
+    """
+    _check(measured, partition, layer_costs)
+    n, stages = partition.num_layers, partition.num_stages
+    prediction = _Prediction(measured, partition, layer_costs)
+    present = np.array([partition.starts], dtype=np.int64)
+    taboo = {p.starts for p in rejected} - {partition.starts}
+
+    def admissible(starts: Ints) -> Bools:
+        good = without_empty_stages(starts, n)
+        good &= np.array([tuple(row) not in taboo for row in starts.tolist()], dtype=bool)
+        return good
+
+    search = PartitionSearch(prediction.values, admissible)
+    if math.comb(n - 1, stages - 1) * prediction.evaluator.num_computes <= _ALL_CELLS:
+        starts, value = search.best(_nearest_first(all_starts(n, stages), present))
+    else:
+        starts, value = search.around(np.vstack([present, prediction.seeds()]))
+    (present_value,) = prediction.values(present)
+    if not value < present_value:
+        starts = present[0]
+    best = Partition(tuple(starts.tolist()), n)
+    gained_s = prediction.gained_s(starts)
+    return Decision(
+        partition=partition,
+        best=best,
+        busy_s=measured.busy_s,
+        step_s=measured.step_s,
+        predicted_s=measured.step_s - gained_s,
+        moves=best != partition and gained_s >= policy.threshold * measured.step_s,
+    )
+
+
+class _Prediction:
+    """Simulates partitions under both blames, many at once."""
+
+    def __init__(
+        self, measured: Measurement, partition: Partition, layer_costs: Sequence[float]
+    ) -> None:
+        self.evaluator = Evaluator.of(measured.schedule)
+        self._partition = partition
+        costs = np.array(layer_costs, dtype=float)
+        costs = np.maximum(costs, _LEAST * costs.mean() if costs.any() else 1.0)
+        m = measured.schedule.num_micro_batches
+        forward, backward = (
+            np.array(table, dtype=float)[:, :m]
+            for table in (measured.costs.forward_s, measured.costs.backward_s)
+        )
+        self._times_s = np.stack([forward, backward])  # [2][stages][m]
+        self._costs = costs
+        self._sums = np.concatenate([[0.0], np.cumsum(costs)])
+        stage_of = np.array([partition.stage_of(k) for k in range(len(costs))])
+        self._stage_sums = np.diff(self._sums[[*partition.starts, len(costs)]])
+        shares = costs / self._stage_sums[stage_of]
+        layers_s = self._times_s[:, stage_of] * shares[:, None]  # [2][n][m]
+        self._prefix_s = np.concatenate([np.zeros((2, 1, m)), np.cumsum(layers_s, axis=1)], axis=1)
+        self._shares_s = layers_s.sum(axis=(0, 2))
+        self._present_s = self._makespans_s(np.array([partition.starts], dtype=np.int64))[:, 0]
+
+    def values(self, starts: Ints) -> Floats:
+        """Return the worse prediction of each partition, ties broken by the mean."""
+        changes = self._makespans_s(starts) - self._present_s[:, None]
+        values: Floats = changes.max(axis=0) + _MEAN * changes.mean(axis=0)
+        return values
+
+    def gained_s(self, starts: Ints) -> float:
+        """Return by how much a step is shorter, by the worse prediction."""
+        changes = self._makespans_s(starts[None])[:, 0] - self._present_s
+        return -float(changes.max())
+
+    def seeds(self) -> Ints:
+        """Return the partitions of least bottleneck under either blame."""
+        stages = self._partition.num_stages
+        busy_s = self._times_s.sum(axis=(0, 2))
+        speeds = np.maximum(busy_s, _LEAST * max(busy_s.mean(), _LEAST)) / self._stage_sums
+        problems = (
+            StageProblem(costs_s=tuple(self._shares_s), num_stages=stages),
+            StageProblem(costs_s=tuple(self._costs), num_stages=stages, slowdown=tuple(speeds)),
+        )
+        return np.array([solve_starts(problem) for problem in problems], dtype=np.int64)
+
+    def _makespans_s(self, starts: Ints) -> Floats:
+        """Return the makespans. Shape ``[2][candidates]``: the layers, the devices to blame."""
+        bounds = bounds_of(starts, len(self._costs))
+        by_layers = np.diff(self._prefix_s[:, bounds], axis=2)  # [2][candidates][stages][m]
+        factors = np.diff(self._sums[bounds], axis=1) / self._stage_sums  # [candidates][stages]
+        by_devices = self._times_s[:, None] * factors[None, :, :, None]
+        every = (table.transpose(0, 2, 3, 1) for table in (by_layers, by_devices))
+        return np.stack(
+            [self.evaluator.makespans_s(table.reshape(-1, len(starts))) for table in every]
+        )
+
+
+def _nearest_first(starts: Ints, present: Ints) -> Ints:
+    """Order partitions by how many layers move: of equal ones, the first is taken."""
+    order: Ints = np.argsort(np.abs(starts - present).sum(axis=1), kind="stable")
+    return starts[order]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """Whether the gain of a move came.
+
+    Attributes:
+        decision: What was predicted.
+        step_s: What a step has taken since.
+        kept: Whether the move stands.
+    """
+
+    decision: Decision
+    step_s: float
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalanceState:
+    """What is remembered from move to move.
+
+    Attributes:
+        rejected: Partitions whose gain did not come.
+        quiet_until: The step before which nothing moves.
+        trial: The move that has not been judged yet.
+
+    Example:
+        >>> old, new = Partition((0, 2), 4), Partition((0, 1), 4)
+        >>> decision = Decision(
+        ...     partition=old, best=new, busy_s=(9, 5), step_s=10.0, predicted_s=8.0, moves=True
+        ... )
+        >>> policy = RebalancePolicy(cool_down=30)
+        >>> judgement, state = RebalanceState().begun(decision).judged(9.5, 100, policy)
+        >>> judgement.kept, state.may_move(129), state.may_move(130), state.rejected == {new}
+        (False, False, True, True)
+    """
+
+    rejected: frozenset[Partition] = field(default_factory=frozenset)
+    quiet_until: int = 0
+    trial: Decision | None = None
+
+    def may_move(self, step: int) -> bool:
+        """Whether layers may move after ``step`` steps."""
+        return self.trial is None and step >= self.quiet_until
+
+    def begun(self, decision: Decision) -> "RebalanceState":
+        """Return the state after a move."""
+        return replace(self, trial=decision)
+
+    def refused(self, partition: Partition, step: int, policy: RebalancePolicy) -> "RebalanceState":
+        """Return the state after a move to ``partition`` turned out to be impossible."""
+        return replace(
+            self,
+            rejected=self.rejected | {partition},
+            quiet_until=step + policy.cool_down,
+            trial=None,
+        )
+
+    def judged(
+        self, step_s: float, step: int, policy: RebalancePolicy
+    ) -> tuple[Judgement, "RebalanceState"]:
+        """Return whether the gain came, and the state afterwards.
+
+        Args:
+            step_s: What a step takes since the move.
+            step: Number of steps so far.
+            policy: What share of the gain must have come.
+
+        Raises:
+            RebalanceError: There was no move.
+        """
+        trial = self.trial
+        if trial is None:
+            message = (
+                "no move waits to be judged. Rule: judged() follows begun(). Remedy: ask may_move()"
+            )
+            raise RebalanceError(message)
+        gained_s, promised_s = trial.step_s - step_s, trial.step_s - trial.predicted_s
+        judgement = Judgement(
+            decision=trial, step_s=step_s, kept=gained_s >= policy.kept_share * promised_s
+        )
+        if not judgement.kept:
+            return judgement, self.refused(trial.best, step, policy)
+        return judgement, replace(self, quiet_until=step + policy.cool_down, trial=None)
+
+
+def _check(measured: Measurement, partition: Partition, layer_costs: Sequence[float]) -> None:
+    stages, measured_stages = partition.num_stages, measured.costs.num_stages
+    if len(layer_costs) != partition.num_layers or stages != measured_stages:
+        message = (
+            f"{len(layer_costs)} layer costs and measurements of {measured_stages} stages for "
+            f"{partition.num_layers} layers in {stages} stages. Rule: one of each. Remedy: measure "
+            "and estimate the same network"
+        )
+        raise RebalanceError(message)
+    wrong = next((k for k, c in enumerate(layer_costs) if not 0 <= c < math.inf), None)
+    if wrong is not None:
+        _refuse(f"layer_costs[{wrong}]", layer_costs[wrong], "finite and 0 or more", 1.0)
+
+
+def _refuse(name: str, value: object, rule: str, example: float) -> None:
+    message = f"{name}={value!r} is not allowed. Rule: {rule}. Remedy: {name}={example}, say"
+    raise RebalanceError(message)
