@@ -4,15 +4,18 @@ A stage that is measured to be slower than its layers' costs say has costlier la
 thought, or a slower device: one measurement cannot tell. If the layers are to blame, a layer that
 moves takes its cost along; if the device is, it leaves it behind. So each partition is simulated
 under both, and counts as what the worse of the two predicts: a gain that depends on the blame is
-none.
+none. Once layers have moved, the stages' times tell which prediction was right, and the next move
+follows that one.
 
 Simulated are the measured times of each micro-batch, with instant messages. What a step takes
 beyond them (messages, data, the update) is taken to stay. Whether a gain came is measured later.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import assert_never
 
 import numpy as np
 
@@ -30,6 +33,7 @@ from pipeswift_lightning.plan.partition_search import (
 )
 
 __all__ = [
+    "Blame",
     "Decision",
     "Judgement",
     "Measurement",
@@ -42,6 +46,16 @@ __all__ = [
 _ALL_CELLS = 2_000_000  # Computations times partitions up to which all are simulated: 20 ms.
 _MEAN = 1e-6  # What the mean of both predictions counts beside the worse one: it breaks ties.
 _LEAST = 1e-9  # Of the mean cost, in place of a cost of 0, which no measurement could be scaled to.
+
+
+_CLEAR = 0.5  # Of the other blame's error: below this, a blame was clearly right.
+
+
+class Blame(StrEnum):
+    """What makes a stage slower than its layers' costs say."""
+
+    LAYERS = "layers"
+    DEVICES = "devices"
 
 
 class RebalanceError(ValueError):
@@ -111,7 +125,8 @@ class Decision:
         best: The best one; the present one if none is better.
         busy_s: What each stage computed in a step.
         step_s: What a step took.
-        predicted_s: What it would take with ``best``, by the worse of the two predictions.
+        predicted_s: What it would take with ``best``, by the worse of the predictions.
+        predicted_busy_s: What each stage would compute with ``best``, by blame.
         moves: Whether the gain passes the threshold.
     """
 
@@ -120,6 +135,7 @@ class Decision:
     busy_s: tuple[float, ...]
     step_s: float
     predicted_s: float
+    predicted_busy_s: Mapping[Blame, tuple[float, ...]] = field(default_factory=dict)
     moves: bool
 
     @property
@@ -140,6 +156,7 @@ def decide(
     layer_costs: Sequence[float],
     policy: RebalancePolicy,
     rejected: Collection[Partition] = (),
+    blame: Blame | None = None,
 ) -> Decision:
     """Return the partition of least predicted step, and whether it is worth a move.
 
@@ -152,6 +169,7 @@ def decide(
         layer_costs: Estimated or profiled cost of each layer; only ratios count. Shape ``[n]``.
         policy: What gain is worth it.
         rejected: Partitions not to be taken: their gain did not come before.
+        blame: What is to blame; None if that is not known.
 
     Raises:
         RebalanceError: A cost is negative or not finite, or the numbers of layers or stages differ.
@@ -166,7 +184,7 @@ def decide(
     """
     _check(measured, partition, layer_costs)
     n, stages = partition.num_layers, partition.num_stages
-    prediction = _Prediction(measured, partition, layer_costs)
+    prediction = _Prediction(measured, partition, layer_costs, blame)
     present = np.array([partition.starts], dtype=np.int64)
     taboo = {p.starts for p in rejected} - {partition.starts}
 
@@ -191,16 +209,22 @@ def decide(
         busy_s=measured.busy_s,
         step_s=measured.step_s,
         predicted_s=measured.step_s - gained_s,
+        predicted_busy_s=prediction.busy_s(starts),
         moves=best != partition and gained_s >= policy.threshold * measured.step_s,
     )
 
 
 class _Prediction:
-    """Simulates partitions under both blames, many at once."""
+    """Simulates partitions under one blame or both, many at once."""
 
     def __init__(
-        self, measured: Measurement, partition: Partition, layer_costs: Sequence[float]
+        self,
+        measured: Measurement,
+        partition: Partition,
+        layer_costs: Sequence[float],
+        blame: Blame | None,
     ) -> None:
+        self._blames = tuple(Blame) if blame is None else (blame,)
         self.evaluator = Evaluator.of(measured.schedule)
         self._partition = partition
         costs = np.array(layer_costs, dtype=float)
@@ -243,16 +267,32 @@ class _Prediction:
         )
         return np.array([solve_starts(problem) for problem in problems], dtype=np.int64)
 
+    def busy_s(self, starts: Ints) -> dict[Blame, tuple[float, ...]]:
+        """Return what each stage computes in a step, by every blame."""
+        return {
+            blame: tuple(self._durations_s(starts[None], blame).sum(axis=(0, 2, 3)).tolist())
+            for blame in Blame
+        }
+
     def _makespans_s(self, starts: Ints) -> Floats:
-        """Return the makespans. Shape ``[2][candidates]``: the layers, the devices to blame."""
-        bounds = bounds_of(starts, len(self._costs))
-        by_layers = np.diff(self._prefix_s[:, bounds], axis=2)  # [2][candidates][stages][m]
-        factors = np.diff(self._sums[bounds], axis=1) / self._stage_sums  # [candidates][stages]
-        by_devices = self._times_s[:, None] * factors[None, :, :, None]
-        every = (table.transpose(0, 2, 3, 1) for table in (by_layers, by_devices))
+        """Return the makespans. Shape ``[blames][candidates]``."""
+        every = (self._durations_s(starts, blame) for blame in self._blames)
         return np.stack(
             [self.evaluator.makespans_s(table.reshape(-1, len(starts))) for table in every]
         )
+
+    def _durations_s(self, starts: Ints, blame: Blame) -> Floats:
+        """Return the computations' seconds. Shape ``[2][stages][m][candidates]``."""
+        bounds = bounds_of(starts, len(self._costs))
+        match blame:
+            case Blame.LAYERS:
+                seconds = np.diff(self._prefix_s[:, bounds], axis=2)  # [2][candidates][stages][m]
+            case Blame.DEVICES:
+                factors = np.diff(self._sums[bounds], axis=1) / self._stage_sums
+                seconds = self._times_s[:, None] * factors[None, :, :, None]
+            case _:
+                assert_never(blame)
+        return seconds.transpose(0, 2, 3, 1)
 
 
 def _nearest_first(starts: Ints, present: Ints) -> Ints:
@@ -284,6 +324,7 @@ class RebalanceState:
         rejected: Partitions whose gain did not come.
         quiet_until: The step before which nothing moves.
         trial: The move that has not been judged yet.
+        blame: What the last move has shown to be to blame, if it did.
 
     Example:
         >>> old, new = Partition((0, 2), 4), Partition((0, 1), 4)
@@ -299,6 +340,7 @@ class RebalanceState:
     rejected: frozenset[Partition] = field(default_factory=frozenset)
     quiet_until: int = 0
     trial: Decision | None = None
+    blame: Blame | None = None
 
     def may_move(self, step: int) -> bool:
         """Whether layers may move after ``step`` steps."""
@@ -318,7 +360,11 @@ class RebalanceState:
         )
 
     def judged(
-        self, step_s: float, step: int, policy: RebalancePolicy
+        self,
+        step_s: float,
+        step: int,
+        policy: RebalancePolicy,
+        busy_s: Sequence[float] | None = None,
     ) -> tuple[Judgement, "RebalanceState"]:
         """Return whether the gain came, and the state afterwards.
 
@@ -326,6 +372,7 @@ class RebalanceState:
             step_s: What a step takes since the move.
             step: Number of steps so far.
             policy: What share of the gain must have come.
+            busy_s: What each stage computes in a step since; None if that is not known.
 
         Raises:
             RebalanceError: There was no move.
@@ -340,9 +387,22 @@ class RebalanceState:
         judgement = Judgement(
             decision=trial, step_s=step_s, kept=gained_s >= policy.kept_share * promised_s
         )
+        after = replace(self, blame=_blamed(trial, busy_s or ()))
         if not judgement.kept:
-            return judgement, self.refused(trial.best, step, policy)
-        return judgement, replace(self, quiet_until=step + policy.cool_down, trial=None)
+            return judgement, after.refused(trial.best, step, policy)
+        return judgement, replace(after, quiet_until=step + policy.cool_down, trial=None)
+
+
+def _blamed(decision: Decision, busy_s: Sequence[float]) -> Blame | None:
+    """Return the blame whose prediction is clearly nearer to what was measured."""
+    errors = sorted(
+        (sum(abs(a - b) for a, b in zip(predicted, busy_s, strict=True)), blame)
+        for blame, predicted in decision.predicted_busy_s.items()
+        if busy_s
+    )
+    if len(errors) > 1 and errors[0][0] < _CLEAR * errors[1][0]:
+        return errors[0][1]
+    return None
 
 
 def _check(measured: Measurement, partition: Partition, layer_costs: Sequence[float]) -> None:
