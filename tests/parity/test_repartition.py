@@ -1,6 +1,9 @@
 """Layers that move between stages in mid-run: the result is one device's."""
 
+import json
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,13 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.callbacks import TopologyCheckpoint
 from pipeswift_lightning.strategies.repartition import RepartitionError
+from tests.helpers.distributed import run_ranks
 from tests.helpers.modules import (
+    VOCABULARY,
     WIDTH,
+    Block,
     Language,
     Regression,
     Transformer,
@@ -19,7 +26,8 @@ from tests.helpers.modules import (
     tokens,
     vectors,
 )
-from tests.helpers.parity import Failures, compare, differences, fit, plain
+from tests.helpers.parity import Failures, Outcome, compare, differences, fit, plain
+from tests.helpers.transparent import Manual
 
 
 class Moves(Callback):
@@ -143,3 +151,107 @@ def test_two_stages() -> None:
         failures.add(name, differences(moved, unmoved, tolerance=0.0))
         assert len(moves.moved) == len(at), moves.moved
     failures.check()
+
+
+@pytest.mark.world_size(2, deadline_s=60)
+def test_stages_of_whole_steps_are_fixed() -> None:
+    said: list[str] = []
+
+    class Asks(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+            said.append(trainer.strategy.why_fixed())
+            with pytest.raises(RepartitionError, match="transparent mode"):
+                trainer.strategy.repartition([2, 3])
+
+    fit(Manual, loaders(vectors), PipeSwiftStrategy(), callbacks=[Asks()], max_steps=1)
+    assert "every rank runs whole steps" in said[0]
+
+
+# -- four ranks -------------------------------------------------------------------------------
+
+
+class OnMeta(Language):
+    """Never whole on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.model: Any = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = Transformer(num_blocks=6, tied="functional").double()
+
+
+class Cut(Callback):
+    """Notes the layers of the stages after the first step."""
+
+    sizes: list[int]
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if not hasattr(self, "sizes"):
+            self.sizes = [len(layers) for layers in trainer.strategy.partition.ranges]
+
+
+def _both(name: str, case: Case, failures: Failures) -> tuple[Outcome, Moves]:
+    """Fit with and without moves; note where they differ, to the last bit."""
+    module, data, at, strategy, flags = case
+    moves = Moves(at)
+    more = flags.pop("callbacks", [])
+    unmoved, moved = (
+        fit(module, data, PipeSwiftStrategy(**strategy), callbacks=c, max_epochs=2, **flags)
+        for c in ([], [moves, *more])
+    )
+    if module is OnMeta:  # it stays divided, elsewhere than before
+        unmoved.parameters, moved.parameters = {}, {}
+    failures.add(name, differences(moved, unmoved, tolerance=0.0))
+    assert len(moves.moved) == len(at), moves.moved
+    return unmoved, moves
+
+
+FOUR = {"stages": 4, "micro_batches": 2, "loss": "per_sample"}
+
+
+def _replicas(failures: Failures) -> None:
+    strategy = {**FOUR, "stages": 2}
+    _both("replicas", (momentum, loaders(tokens), {1: [3, 1], 2: [1, 3]}, strategy, {}), failures)
+
+
+def _far(folder: Path, failures: Failures) -> None:
+    """Layers travel far, and the tied embedding changes one of its two owners."""
+    at = {2: [1, 1, 1, 3], 6: [3, 1, 1, 1], 8: [1, 2, 2, 1]}
+    saves = TopologyCheckpoint(folder, every_n_steps=7, keep=None)
+    make, data = partial(tied, 0.1), loaders(tokens)
+    want, moves = _both("far", (make, data, at, FOUR, {"callbacks": [saves]}), failures)
+    # Never the whole module: at most three blocks, and the embedding.
+    block = sum(p.numel() for p in Block().parameters())
+    assert max(moves.held) < 3 * block + 2 * WIDTH * VOCABULARY, moves.held
+    described = json.loads((folder / "step7" / "topology.json").read_text())
+    assert described["layers"] == [[0, 3], [3, 4], [4, 5], [5, 6]]
+
+    # It goes on with the stages that the checkpoint knows, as if nothing had moved.
+    cut, path = Cut(), str(folder / "step7")
+    strategy = PipeSwiftStrategy(**FOUR)
+    again = fit(make, data, strategy, callbacks=[cut], max_epochs=2, ckpt_path=path)
+    assert cut.sizes == [3, 1, 1, 1]
+    want.losses, want.rates = want.losses[7:], want.rates[7:]
+    want.logged = want.logged[-len(again.logged) :]
+    failures.add("resumed", differences(again, want))
+
+
+def _meta(failures: Failures) -> None:
+    at = {2: [1, 1, 1, 3], 6: [3, 1, 1, 1]}
+    _both("meta", (OnMeta, loaders(tokens), at, FOUR, {}), failures)
+
+
+def _four(folder: Path) -> None:
+    failures = Failures()
+    _replicas(failures)
+    _far(folder, failures)
+    _meta(failures)
+    failures.check()
+
+
+@pytest.mark.slow
+def test_four_ranks(tmp_path: Path) -> None:
+    run_ranks(_four, 4, {"folder": tmp_path}, deadline_s=150)

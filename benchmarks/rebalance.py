@@ -1,0 +1,219 @@
+"""What re-balancing gains when one stage's device is slow, and what a move costs.
+
+    python -m benchmarks.rebalance                        # 3 stages, the middle one slower
+    python -m benchmarks.rebalance --slow 1.5 --window 10
+
+Layers sleep 4 ms and 8 ms for each of 8 micro-batches; those on rank 1 take ``slow`` times as long.
+Each line is one move of `Rebalance`: the stages' numbers of layers, the median step of the window
+before it, what was predicted, the median of the window after it, and how long training stood still.
+``least`` is the simulated step of the best partition for the true times, messages taking none.
+
+Then the same layers, of ``width`` and with AdamW's state, move to and fro without a reason: how
+long that takes, for how many bytes.
+"""
+
+import argparse
+import itertools
+import logging
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.strategy import Ranks
+from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.callbacks import Rebalance
+from pipeswift_lightning.plan.costs import StepCosts
+from pipeswift_lightning.plan.schedules import build_schedule
+from pipeswift_lightning.plan.simulator import makespan_s
+
+MICRO_BATCHES = 8
+LAYERS = 12
+FORWARD_S, BACKWARD_S = 0.004, 0.008
+SLOW_RANK = 1
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, slow: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self._slow = slow  # 0: it does not sleep
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if x.is_meta or not self._slow:
+            return y
+        factor = self._slow if dist.get_rank() == SLOW_RANK else 1.0
+        return _Sleep.apply(y, factor * FORWARD_S, factor * BACKWARD_S)
+
+
+class _Module(LightningModule):
+    def __init__(self, width: int, slow: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(_Layer(width, slow) for _ in range(LAYERS)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002 -- Lightning's
+        return nn.functional.mse_loss(self.net(batch), batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class _Shuttle(Callback):
+    """Moves one layer over each cut, and back, after every step."""
+
+    def __init__(self) -> None:
+        self.moves: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:  # noqa: ARG002 -- likewise
+        strategy: Any = trainer.strategy
+        sizes = [len(layers) for layers in strategy.partition.ranges]
+        first = 1 if sizes[0] == LAYERS // len(sizes) else -1
+        sizes[0] += first
+        sizes[-1] -= first
+        self.moves.append(strategy.repartition(sizes))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--stages", type=int, default=3)
+    parser.add_argument("--slow", nargs="+", type=float, default=[1.25, 1.5, 2.0, 3.0])
+    parser.add_argument("--window", type=int, default=10)
+    parser.add_argument("--width", nargs="+", type=int, default=[256, 1024, 2048])
+    options = parser.parse_args()
+    print("slow  stages                  step ms  predicted ms  measured ms  least ms  stood ms")
+    for slow in options.slow:
+        for move in _spawn(options, ("heal", slow)):
+            print(f"{slow:4}  {move}")
+    print("width  moved MB  stood ms")
+    for width in options.width:
+        print(f"{width:5}  {_spawn(options, ('shuttle', width))}")
+
+
+def _spawn(options: argparse.Namespace, case: tuple[str, Any]) -> Any:
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=_rank_main, args=(r, folder, options, case, results))
+            for r in range(options.stages)
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            raise SystemExit(1)
+        return results.get()
+
+
+def _rank_main(
+    rank: int, folder: str, options: argparse.Namespace, case: tuple[str, Any], results: Any
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    os.chdir(folder)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(os.path.join(folder, "store"), options.stages),
+        rank=rank,
+        world_size=options.stages,
+        timeout=timedelta(seconds=60),
+    )
+    kind, value = case
+    found = _heal(value, options) if kind == "heal" else _shuttle(value, options)
+    if rank == 0:
+        results.put(found)
+    dist.destroy_process_group()
+
+
+def _heal(slow: float, options: argparse.Namespace) -> list[str]:
+    callback = Rebalance(every_n_steps=options.window, window=options.window, cool_down=0)
+    # The first steps look at whole batches; then a window, moves of two windows each, and a spare.
+    _fit(_Module(8, slow), 8, callback, 8 * (options.window + 2), options)
+    least_s = _least_s(slow, options.stages)
+    lines = []
+    for move in callback.moves:
+        decision = move.decision
+        sizes = [[len(r) for r in p.ranges] for p in (decision.partition, decision.best)]
+        after_s = float("nan") if move.judgement is None else move.judgement.step_s
+        kept = "" if move.judgement is None or move.judgement.kept else "  (undone)"
+        lines.append(
+            f"{sizes[0]} -> {sizes[1]}  {1e3 * decision.step_s:7.1f}  "
+            f"{1e3 * decision.predicted_s:7.1f} ({-decision.gain:+.0%})  "
+            f"{1e3 * after_s:6.1f} ({after_s / decision.step_s - 1:+.0%})  {1e3 * least_s:8.1f}  "
+            f"{1e3 * move.seconds:8.1f}{kept}"
+        )
+    return lines or ["nothing moved"]
+
+
+def _shuttle(width: int, options: argparse.Namespace) -> str:
+    shuttle = _Shuttle()
+    _fit(_Module(width, 0.0), width, shuttle, 21, options)
+    moves = shuttle.moves[1:]  # before the first, there is no state of the optimizer
+    low, middle, high = statistics.quantiles([1e3 * m.seconds for m in moves], n=4)
+    return f"{moves[0].num_bytes / 1e6:8.1f}  {middle:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def _fit(
+    module: LightningModule, width: int, callback: Callback, steps: int, options: argparse.Namespace
+) -> None:
+    trainer = Trainer(
+        strategy=PipeSwiftStrategy(micro_batches=MICRO_BATCHES, loss="per_sample"),
+        accelerator="cpu",
+        devices=options.stages,
+        plugins=[Ranks()],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        callbacks=[callback],
+    )
+    torch.manual_seed(0)
+    data = torch.randn(MICRO_BATCHES * steps, width)
+    trainer.fit(module, DataLoader(data, batch_size=MICRO_BATCHES))
+
+
+def _least_s(slow: float, stages: int) -> float:
+    schedule = build_schedule("1f1b", stages, MICRO_BATCHES)
+
+    def step_s(cuts: tuple[int, ...]) -> float:
+        bounds = (0, *cuts, LAYERS)
+        sizes = [b - a for a, b in itertools.pairwise(bounds)]
+        loads = [n * (slow if rank == SLOW_RANK else 1.0) for rank, n in enumerate(sizes)]
+        costs = StepCosts(
+            forward_s=[[FORWARD_S * load] * MICRO_BATCHES for load in loads],
+            backward_s=[[BACKWARD_S * load] * MICRO_BATCHES for load in loads],
+        )
+        return makespan_s(schedule, costs)
+
+    return min(map(step_s, itertools.combinations(range(1, LAYERS), stages - 1)))
+
+
+if __name__ == "__main__":
+    main()
