@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 AFTER_FAILURE_S = 2.0  # time for the other ranks to fail as well, or to be caught hanging
 
 
