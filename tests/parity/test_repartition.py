@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
+from pipeswift_lightning.strategies import repartition
 from pipeswift_lightning.strategies.repartition import RepartitionError
 from tests.helpers.distributed import run_ranks
 from tests.helpers.modules import (
@@ -47,6 +48,11 @@ class Moves(Callback):
             with pytest.raises(RepartitionError, match="a step is under way"):
                 strategy.repartition(layers)
             return
+        if not self.moved:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(repartition, "room_bytes", lambda device: 0.0)
+                with pytest.raises(RepartitionError, match="no room"):
+                    strategy.repartition(layers)
         self.moved.append(strategy.repartition(layers))
         here = {n: p for n, p in module.named_parameters() if not p.is_meta}
         self.held.append(sum(p.numel() for p in here.values()))

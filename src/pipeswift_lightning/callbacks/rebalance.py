@@ -27,6 +27,7 @@ from pipeswift_lightning.plan.rebalance import (
     RebalanceState,
     decide,
 )
+from pipeswift_lightning.strategies.repartition import RepartitionError
 
 __all__ = ["Rebalance", "Rebalanced"]
 
@@ -211,10 +212,16 @@ class Rebalance(Callback):
         values = {"step_s": decision.step_s, "predicted_s": decision.predicted_s}
         values |= {f"stage_{stage}_busy_s": busy_s for stage, busy_s in enumerate(decision.busy_s)}
         log_scalars(trainer, {f"{self.prefix}/{name}": value for name, value in values.items()})
-        if decision.moves:
+        if not decision.moves:
+            return
+        try:
             moved = pipeline.repartition(_sizes(decision.best))
-            self._state = self._state.begun(decision)
-            self._note(trainer, moved, decision)
+        except RepartitionError as error:  # on all ranks alike, and nothing has changed
+            self._state = self._state.refused(decision.best, self._batches, self.policy)
+            rank_zero_info(f"Rebalance: {_sizes(decision.best)} is not tried again: {error}")
+            return
+        self._state = self._state.begun(decision)
+        self._note(trainer, moved, decision)
 
     def _note(self, trainer: Trainer, moved: _Moved, decision: Decision) -> None:
         done = Rebalanced(

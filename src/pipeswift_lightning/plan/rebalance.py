@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _ALL_CELLS = 2_000_000  # Computations times partitions up to which all are simulated: 20 ms.
-_MEAN = 1e-6  # What the mean of both predictions counts beside the worse one: it breaks ties.
+_MEAN = 0.25  # What the mean of both predictions counts beside the worse one, where that is a gain.
 _LEAST = 1e-9  # Of the mean cost, in place of a cost of 0, which no measurement could be scaled to.
 
 
@@ -246,9 +246,14 @@ class _Prediction:
         self._present_s = self._makespans_s(np.array([partition.starts], dtype=np.int64))[:, 0]
 
     def values(self, starts: Ints) -> Floats:
-        """Return the worse prediction of each partition, ties broken by the mean."""
+        """Return by how much a step gets longer, by the worse prediction and a little by the mean.
+
+        Measured times are never exact: of two whose worse predictions are nearly equal, the one
+        that may bring more is better.
+        """
         changes = self._makespans_s(starts) - self._present_s[:, None]
-        values: Floats = changes.max(axis=0) + _MEAN * changes.mean(axis=0)
+        worse: Floats = changes.max(axis=0)
+        values: Floats = np.where(worse < 0, worse + _MEAN * changes.mean(axis=0), worse)
         return values
 
     def gained_s(self, starts: Ints) -> float:

@@ -9,10 +9,13 @@ from torch import nn
 
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.runtime.agreement import require_agreement
-from pipeswift_lightning.runtime.communication import CommunicationError, in_collective
+from pipeswift_lightning.runtime.communication import CommunicationError
+from pipeswift_lightning.runtime.ownership import Owners, find_owners
 from pipeswift_lightning.runtime.relocation import Relocation, parcels
+from pipeswift_lightning.runtime.room import needed_bytes, room_bytes, step_bytes
 from pipeswift_lightning.strategies.layer_costs import layer_costs
 from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
+from pipeswift_lightning.strategies.optimizers import unwrapped
 
 __all__ = ["MovableStrategy", "Moved", "RepartitionError"]
 
@@ -96,7 +99,8 @@ class MovableStrategy(ObservedStrategy):
             layers: Number of layers of each stage, as for ``partition``.
 
         Raises:
-            RepartitionError: Layers cannot move now; nothing has changed.
+            RepartitionError: Layers cannot move now, or a device has no room for what would come to
+                it; nothing has changed.
             PartitionError: The numbers do not fit the network's; nothing has changed.
             DisagreementError: The ranks want different stages; nothing has changed.
         """
@@ -111,12 +115,11 @@ class MovableStrategy(ObservedStrategy):
             self._refuse(f"{list(layers)} are {new.num_stages} stages, not {self.mesh.num_stages}")
         start_s = perf_counter()
         self.keep_local()  # a callback may have added groups to the optimizers
-        facts = {"stages so far": str(session.partition.starts), "new stages": str(new.starts)}
-        collectives.guarded(
-            "agreeing on other stages", lambda: require_agreement(facts, None, self.root_device)
-        )
+        network = session.network
+        owners = find_owners(session.module, network.module, network.layers, session.trace, new)
+        self._prepare(session.partition, new, owners)
         try:
-            sent_bytes = self._move(new)
+            sent_bytes = self._move(new, owners)
         except CommunicationError as error:
             raise self._watch.root_cause(error, self.mesh) from None
         facts = {"stages": str(new.starts)}
@@ -126,7 +129,35 @@ class MovableStrategy(ObservedStrategy):
         )
         return Moved(seconds=perf_counter() - start_s, num_bytes=1024 * sum(kib))
 
-    def _move(self, new: Partition) -> int:
+    def _prepare(self, old: Partition, new: Partition, owners: Owners) -> None:
+        """Make sure that all ranks want the same, and have room for it, before anything changes."""
+        share, collectives = self.session.share, self._collectives
+        assert share is not None
+        assert collectives is not None
+        travel = parcels(share.owners, owners)
+        facts = {
+            "stages so far": str(old.starts),
+            "new stages": str(new.starts),
+            "what moves": str(travel),
+        }
+        needed = needed_bytes(share, travel, [unwrapped(o) for o in self.optimizers])
+        mine, later = (len(partition.ranges[share.stage]) for partition in (old, new))
+        needed += step_bytes(self.root_device) * max(0, later - mine) / mine
+        lacks = needed > room_bytes(self.root_device)
+        every = collectives.guarded(
+            "agreeing on other stages",
+            lambda: require_agreement(facts, None, self.root_device, remark=int(lacks)),
+        )
+        if any(every):
+            full = [rank for rank, is_full in enumerate(every) if is_full]
+            msg = (
+                f"ranks {full} have no room for the layers that would come to them. Rule: a device "
+                "holds its stage's parameters with all that belongs to them, and what a step "
+                "takes. Remedy: recompute=True, or leave these layers where they are"
+            )
+            raise RepartitionError(msg)
+
+    def _move(self, new: Partition, owners: Owners) -> int:
         """Move what has to; return how many bytes this rank has sent."""
         session, module = self.session, self.lightning_module
         share = session.share
@@ -136,12 +167,9 @@ class MovableStrategy(ObservedStrategy):
         def pack(name: str, parameter: nn.Parameter) -> list[tuple[Any, Mapping[int, Any]]]:
             return self._names.belongings(self.optimizers, name, parameter)
 
-        owners = session.repartition(new)
+        session.repartition(new, owners)
         progress = self._watch.progress
         before = progress.doing
-        with in_collective("comparing what moves with the other stages", progress):
-            facts = {"what moves": str(parcels(share.owners, owners))}
-            require_agreement(facts, self.groups.pipeline, self.root_device)
         relocation = Relocation(share, self.groups, self.root_device, progress)
         came = relocation.run(owners, pack)
         self._names.move(self.optimizers, module, came)

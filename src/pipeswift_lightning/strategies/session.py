@@ -327,32 +327,27 @@ class PipelineSession:
         if chosen is None and self.recorded is not None:
             chosen = self.recorded.layers_for(trace.num_layers)
         partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
-        owners = self._adopt(partition, trace)
+        network, self._order = self.network, trace.order
+        owners = find_owners(self.module, network.module, network.layers, trace, partition)
+        self.repartition(partition, owners)
         table, divided = ParameterTable.of(self.module), divided_names(self.module)
         self._cut_share = share = LocalShare(self.module, owners, table, self.stage, divided)
         share.give_up_foreign()
         share.move_to(self.device)
         self._optimizers.keep_local()
 
-    def _adopt(self, partition: Partition, trace: StepTrace) -> Owners:
-        """Run the layers by this partition from now on; return who has to own what for it."""
-        self.partition, self._order = partition, trace.order
-        self._wrappers.choose(trace.order[slice(*self._range())], self.stage, self.num_stages)
-        network = self.network
-        owners = find_owners(self.module, network.module, network.layers, trace, partition)
+    def repartition(self, partition: Partition, owners: Owners) -> None:
+        """Run these layers from now on; what the owners own has to come. Collective over all."""
+        self.partition = partition
+        self._wrappers.choose(self._order[slice(*self._range())], self.stage, self.num_stages)
+        self._executor.forget()
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))
-        return owners
 
     @property
     def trace(self) -> StepTrace:
         """How the layers hang together in all kinds of steps so far."""
         return StepTrace.of_all(list(self._traces.values()))
-
-    def repartition(self, partition: Partition) -> Owners:
-        """Give the stages other layers; what these own has to move. Collective over all ranks."""
-        self._executor.forget()
-        return self._adopt(partition, self.trace)
 
     # -- gradients, timeline, end -------------------------------------------------------------
 
