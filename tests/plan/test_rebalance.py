@@ -16,11 +16,11 @@ from pipeswift_lightning.plan.rebalance import (
     Measurement,
     RebalanceError,
     RebalancePolicy,
-    RebalanceState,
     decide,
 )
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.simulator import makespan_s
+from pipeswift_lightning.plan.trial import RebalanceState
 
 POLICY = RebalancePolicy()
 

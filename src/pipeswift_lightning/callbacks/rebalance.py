@@ -21,12 +21,11 @@ from pipeswift_lightning.callbacks.step_window import StepWindow, measurement
 from pipeswift_lightning.plan.partition import Partition
 from pipeswift_lightning.plan.rebalance import (
     Decision,
-    Judgement,
     Measurement,
     RebalancePolicy,
-    RebalanceState,
     decide,
 )
+from pipeswift_lightning.plan.trial import Judgement, RebalanceState
 from pipeswift_lightning.strategies.repartition import RepartitionError
 
 __all__ = ["Rebalance", "Rebalanced"]
