@@ -1,9 +1,9 @@
 """What re-balancing gains when one stage's device is slow, and what a move costs.
 
     python -m benchmarks.rebalance                        # 3 stages, the middle one slower
-    python -m benchmarks.rebalance --slow 1.5 --window 10
+    python -m benchmarks.rebalance --slow 1.5 --window 8
 
-Layers sleep 4 ms and 8 ms for each of 8 micro-batches; those on rank 1 take ``slow`` times as long.
+Layers sleep 8 ms and 16 ms for each of 8 micro-batches; rank 1's take ``slow`` times as long.
 Each line is one move of `Rebalance`: the stages' numbers of layers, the median step of the window
 before it, what was predicted, the median of the window after it, and how long training stood still.
 ``least`` is the simulated step of the best partition for the true times, messages taking none.
@@ -39,7 +39,7 @@ from pipeswift_lightning.plan.simulator import makespan_s
 
 MICRO_BATCHES = 8
 LAYERS = 12
-FORWARD_S, BACKWARD_S = 0.004, 0.008
+FORWARD_S, BACKWARD_S = 0.008, 0.016
 SLOW_RANK = 1
 
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", type=int, default=3)
     parser.add_argument("--slow", nargs="+", type=float, default=[1.25, 1.5, 2.0, 3.0])
-    parser.add_argument("--window", type=int, default=10)
+    parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--width", nargs="+", type=int, default=[256, 1024, 2048])
     options = parser.parse_args()
     print("slow  stages                  step ms  predicted ms  measured ms  least ms  stood ms")
@@ -154,7 +154,7 @@ def _rank_main(
 def _heal(slow: float, options: argparse.Namespace) -> list[str]:
     callback = Rebalance(every_n_steps=options.window, window=options.window, cool_down=0)
     # The first steps look at whole batches; then a window, moves of two windows each, and a spare.
-    _fit(_Module(8, slow), 8, callback, 8 * (options.window + 2), options)
+    _fit(_Module(8, slow), 8, callback, 6 * (options.window + 2), options)
     least_s = _least_s(slow, options.stages)
     lines = []
     for move in callback.moves:
