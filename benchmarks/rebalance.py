@@ -3,7 +3,8 @@
     python -m benchmarks.rebalance                        # 3 stages, the middle one slower
     python -m benchmarks.rebalance --slow 1.5 --window 8
 
-Layers sleep 8 ms and 16 ms for each of 8 micro-batches; rank 1's take ``slow`` times as long.
+Layers sleep 8 ms and 16 ms (``--sleep``) for each of 8 micro-batches; rank 1's take ``slow`` times
+as long. Longer sleeps are measured better on a machine that others use.
 Each line is one move of `Rebalance`: the stages' numbers of layers, the median step of the window
 before it, what was predicted, the median of the window after it, and how long training stood still.
 ``least`` is the simulated step of the best partition for the true times, messages taking none.
@@ -37,9 +38,7 @@ from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.simulator import makespan_s
 
-MICRO_BATCHES = 8
 LAYERS = 12
-FORWARD_S, BACKWARD_S = 0.008, 0.016
 SLOW_RANK = 1
 
 
@@ -57,23 +56,23 @@ class _Sleep(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    def __init__(self, width: int, slow: float) -> None:
+    def __init__(self, width: int, slow: float, sleep_s: float) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self._slow = slow  # 0: it does not sleep
+        self._slow, self._sleep_s = slow, sleep_s  # 0: it does not sleep
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
-        if x.is_meta or not self._slow:
+        if x.is_meta or not self._sleep_s:
             return y
-        factor = self._slow if dist.get_rank() == SLOW_RANK else 1.0
-        return _Sleep.apply(y, factor * FORWARD_S, factor * BACKWARD_S)
+        sleep_s = self._sleep_s * (self._slow if dist.get_rank() == SLOW_RANK else 1.0)
+        return _Sleep.apply(y, sleep_s, 2 * sleep_s)
 
 
 class _Module(LightningModule):
-    def __init__(self, width: int, slow: float) -> None:
+    def __init__(self, width: int, slow: float, sleep_s: float) -> None:
         super().__init__()
-        self.net = nn.Sequential(*(_Layer(width, slow) for _ in range(LAYERS)))
+        self.net = nn.Sequential(*(_Layer(width, slow, sleep_s) for _ in range(LAYERS)))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # noqa: ARG002 -- Lightning's
         return nn.functional.mse_loss(self.net(batch), batch)
@@ -100,9 +99,11 @@ class _Shuttle(Callback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stages", type=int, default=3)
-    parser.add_argument("--slow", nargs="+", type=float, default=[1.25, 1.5, 2.0, 3.0])
+    parser.add_argument("--slow", nargs="*", type=float, default=[1.25, 1.5, 2.0, 3.0])
     parser.add_argument("--window", type=int, default=8)
-    parser.add_argument("--width", nargs="+", type=int, default=[256, 1024, 2048])
+    parser.add_argument("--sleep", type=float, default=0.008, help="seconds of a layer's forward")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--width", nargs="*", type=int, default=[256, 1024, 2048])
     options = parser.parse_args()
     print("slow  stages                  step ms  predicted ms  measured ms  least ms  stood ms")
     for slow in options.slow:
@@ -154,8 +155,9 @@ def _rank_main(
 def _heal(slow: float, options: argparse.Namespace) -> list[str]:
     callback = Rebalance(every_n_steps=options.window, window=options.window, cool_down=0)
     # The first steps look at whole batches; then a window, moves of two windows each, and a spare.
-    _fit(_Module(8, slow), 8, callback, 6 * (options.window + 2), options)
-    least_s = _least_s(slow, options.stages)
+    module = _Module(8, slow, options.sleep)
+    _fit(module, 8, callback, 6 * (options.window + 2), options)
+    least_s = _least_s(slow, options)
     lines = []
     for move in callback.moves:
         decision = move.decision
@@ -173,7 +175,7 @@ def _heal(slow: float, options: argparse.Namespace) -> list[str]:
 
 def _shuttle(width: int, options: argparse.Namespace) -> str:
     shuttle = _Shuttle()
-    _fit(_Module(width, 0.0), width, shuttle, 21, options)
+    _fit(_Module(width, 1.0, 0.0), width, shuttle, 21, options)
     moves = shuttle.moves[1:]  # before the first, there is no state of the optimizer
     low, middle, high = statistics.quantiles([1e3 * m.seconds for m in moves], n=4)
     return f"{moves[0].num_bytes / 1e6:8.1f}  {middle:.1f} [{low:.1f}, {high:.1f}]"
@@ -183,7 +185,7 @@ def _fit(
     module: LightningModule, width: int, callback: Callback, steps: int, options: argparse.Namespace
 ) -> None:
     trainer = Trainer(
-        strategy=PipeSwiftStrategy(micro_batches=MICRO_BATCHES, loss="per_sample"),
+        strategy=PipeSwiftStrategy(micro_batches=options.micro_batches, loss="per_sample"),
         accelerator="cpu",
         devices=options.stages,
         plugins=[Ranks()],
@@ -195,20 +197,21 @@ def _fit(
         callbacks=[callback],
     )
     torch.manual_seed(0)
-    data = torch.randn(MICRO_BATCHES * steps, width)
-    trainer.fit(module, DataLoader(data, batch_size=MICRO_BATCHES))
+    data = torch.randn(options.micro_batches * steps, width)
+    trainer.fit(module, DataLoader(data, batch_size=options.micro_batches))
 
 
-def _least_s(slow: float, stages: int) -> float:
-    schedule = build_schedule("1f1b", stages, MICRO_BATCHES)
+def _least_s(slow: float, options: argparse.Namespace) -> float:
+    m, stages, sleep_s = options.micro_batches, options.stages, options.sleep
+    schedule = build_schedule("1f1b", stages, m)
 
     def step_s(cuts: tuple[int, ...]) -> float:
         bounds = (0, *cuts, LAYERS)
         sizes = [b - a for a, b in itertools.pairwise(bounds)]
         loads = [n * (slow if rank == SLOW_RANK else 1.0) for rank, n in enumerate(sizes)]
         costs = StepCosts(
-            forward_s=[[FORWARD_S * load] * MICRO_BATCHES for load in loads],
-            backward_s=[[BACKWARD_S * load] * MICRO_BATCHES for load in loads],
+            forward_s=[[sleep_s * load] * m for load in loads],
+            backward_s=[[2 * sleep_s * load] * m for load in loads],
         )
         return makespan_s(schedule, costs)
 

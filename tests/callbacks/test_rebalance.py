@@ -57,11 +57,11 @@ def _slow_and_lying(layer: int, calls: int) -> None:
     """So it does, but its layers take yet longer elsewhere."""
     _slow(layer, calls)
     if dist.get_rank() == 0 and layer > 2:
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 
 def _check_healed() -> None:
-    rebalance, last, said = _run(_slow, steps=26, cool_down=0)
+    rebalance, last, said = _run(_slow, steps=16, cool_down=0)
     first = rebalance.moves[0]
     assert [d.partition.starts for d in rebalance.decisions[:1]] == [(0, 3)]
     assert first.decision.best.starts == (0, 4)
@@ -79,7 +79,7 @@ def _check_healed() -> None:
 
 
 def _check_reverted() -> None:
-    rebalance, last, said = _run(_slow_and_lying, steps=20, cool_down=100)
+    rebalance, last, said = _run(_slow_and_lying, steps=12, cool_down=100)
     (move,) = rebalance.moves
     assert move.judgement is not None
     assert not move.judgement.kept
