@@ -16,13 +16,8 @@ long that takes, for how many bytes.
 import argparse
 import itertools
 import logging
-import multiprocessing
-import os
-import statistics
-import tempfile
 import time
 import warnings
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,12 +26,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.strategy import Ranks
+from benchmarks.ranks import Ranks, run_ranks, spread
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import Rebalance
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.simulator import makespan_s
+from pipeswift_lightning.runtime.mesh import MeshGroups
 
 LAYERS = 12
 SLOW_RANK = 1
@@ -107,49 +103,21 @@ def main() -> None:
     options = parser.parse_args()
     print("slow  stages                  step ms  predicted ms  measured ms  least ms  stood ms")
     for slow in options.slow:
-        for move in _spawn(options, ("heal", slow)):
+        for move in run_ranks(_main, options.stages, ("heal", slow), options)[0]:
             print(f"{slow:4}  {move}")
     print("width  moved MB  stood ms")
     for width in options.width:
-        print(f"{width:5}  {_spawn(options, ('shuttle', width))}")
+        (line,) = run_ranks(_main, options.stages, ("shuttle", width), options)[0]
+        print(f"{width:5}  {line}")
 
 
-def _spawn(options: argparse.Namespace, case: tuple[str, Any]) -> Any:
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank_main, args=(r, folder, options, case, results))
-            for r in range(options.stages)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit(1)
-        return results.get()
-
-
-def _rank_main(
-    rank: int, folder: str, options: argparse.Namespace, case: tuple[str, Any], results: Any
-) -> None:
-    torch.set_num_threads(1)
+def _main(groups: MeshGroups, report: Any, case: tuple[str, Any], options: Any) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    os.chdir(folder)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(os.path.join(folder, "store"), options.stages),
-        rank=rank,
-        world_size=options.stages,
-        timeout=timedelta(seconds=60),
-    )
     kind, value = case
-    found = _heal(value, options) if kind == "heal" else _shuttle(value, options)
-    if rank == 0:
-        results.put(found)
-    dist.destroy_process_group()
+    found = _heal(value, options) if kind == "heal" else [_shuttle(value, options)]
+    if groups.rank == 0:
+        report(found)
 
 
 def _heal(slow: float, options: argparse.Namespace) -> list[str]:
@@ -177,8 +145,8 @@ def _shuttle(width: int, options: argparse.Namespace) -> str:
     shuttle = _Shuttle()
     _fit(_Module(width, 1.0, 0.0), width, shuttle, 21, options)
     moves = shuttle.moves[1:]  # before the first, there is no state of the optimizer
-    low, middle, high = statistics.quantiles([1e3 * m.seconds for m in moves], n=4)
-    return f"{moves[0].num_bytes / 1e6:8.1f}  {middle:.1f} [{low:.1f}, {high:.1f}]"
+    stood = spread([1e3 * move.seconds for move in moves], 1)
+    return f"{moves[0].num_bytes / 1e6:8.1f}  {stood}"
 
 
 def _fit(
