@@ -23,16 +23,21 @@ else runs on the machine.
 import argparse
 import gc
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
+from benchmarks.racing import (
+    Span,
+    Step,
+    compare_gradients,
+    gathered,
+    slowest,
+    table,
+    timed,
+)
 from benchmarks.ranks import run_ranks, spread
-from benchmarks.stages import CASES, Case, OurStep, PeerStep, Step
+from benchmarks.stages import CASES, Case, OurStep, PeerStep
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.plan.lowering import lower
@@ -43,7 +48,6 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 
 MICRO_BATCHES = 8
 SCHEDULES = ("1f1b", "gpipe")
-_LEAD_S = 0.002  # From announcing the common start to the start: more than a broadcast takes.
 _WARM_UP_STEPS = 3
 _TOLERANCE = 1e-6
 
@@ -107,7 +111,7 @@ def main() -> None:
         options.rounds = 5
     races = [race for ranks in options.ranks for race in run_ranks(_races, ranks, options)]
     races.sort(key=lambda race: (list(CASES).index(race.case), race.ranks))
-    print(_table([_HEADER, *(race.row() for race in races)]))
+    print(table([_HEADER, *(race.row() for race in races)]))
 
 
 def _races(groups: MeshGroups, report: Callable[[Any], None], options: argparse.Namespace) -> None:
@@ -127,20 +131,20 @@ def _race(name: str, schedule_name: str, groups: MeshGroups, options: argparse.N
     ours = OurStep(case, schedule, groups, batch)
     peer = PeerStep(case, schedule_name, MICRO_BATCHES, groups, batch)
     for _ in range(_WARM_UP_STEPS if case.known_s is None else 1):
-        _timed(ours)
-        _timed(peer)
-    _compare_gradients(ours, peer)
+        timed(ours)
+        timed(peer)
+    compare_gradients(ours.module, peer.module, _TOLERANCE)
     gc.collect()
     gc.freeze()  # What is left from set-up is no garbage of either side.
-    spans: dict[Step, list[_Span]] = {ours: [], peer: []}
+    spans: dict[Step, list[Span]] = {ours: [], peer: []}
     events: list[tuple[Event, ...]] = []
     for index in range(options.rounds * case.rounds_factor):
         for step in (ours, peer) if index % 2 == 0 else (peer, ours):
-            spans[step].append(_timed(step))
+            spans[step].append(timed(step))
             if step is ours and case.known_s is None:
                 events.append(ours.events())
-    ours_s, ours_cpu_s = _slowest(spans[ours])
-    peer_s, peer_cpu_s = _slowest(spans[peer])
+    ours_s, ours_cpu_s = slowest(spans[ours])
+    peer_s, peer_cpu_s = slowest(spans[peer])
     return Race(
         case=name,
         ranks=ranks,
@@ -149,46 +153,8 @@ def _race(name: str, schedule_name: str, groups: MeshGroups, options: argparse.N
         peer_s=peer_s,
         ours_cpu_s=ours_cpu_s,
         peer_cpu_s=peer_cpu_s,
-        ideal_s=_ideal_s(case, schedule, len(ours_s), _gathered(events)),
+        ideal_s=_ideal_s(case, schedule, len(ours_s), gathered(events)),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """One step on one rank; all ranks share the clock, since they share the machine."""
-
-    start_s: float
-    end_s: float
-    cpu_s: float
-
-
-def _timed(step: Step) -> _Span:
-    """Run one step from a common start."""
-    step.prepare()
-    dist.barrier()
-    start = torch.tensor([time.perf_counter() + _LEAD_S], dtype=torch.float64)
-    dist.broadcast(start, 0)
-    start_s = float(start.item())
-    while (left_s := start_s - time.perf_counter()) > 0:
-        time.sleep(left_s)
-    cpu_s = time.process_time()
-    step.run()
-    return _Span(start_s, time.perf_counter(), time.process_time() - cpu_s)
-
-
-def _slowest(spans: Sequence[_Span]) -> tuple[list[float], list[float]]:
-    """Return, for each step, the seconds until the last rank's end and the most processor time."""
-    steps = list(zip(*_gathered(list(spans)), strict=True))
-    return (
-        [max(span.end_s for span in step) - step[0].start_s for step in steps],
-        [max(span.cpu_s for span in step) for step in steps],
-    )
-
-
-def _gathered(value: Any) -> list[Any]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, value)
-    return every
 
 
 def _ideal_s(
@@ -216,22 +182,6 @@ def _costs(schedule: Schedule, step: Sequence[Sequence[Event]]) -> StepCosts:
         forward_s=tables[EventKind.FORWARD],  # type: ignore[arg-type]
         backward_s=tables[EventKind.BACKWARD],  # type: ignore[arg-type]
     )
-
-
-def _compare_gradients(ours: OurStep, peer: PeerStep) -> None:
-    for (name, a), b in zip(ours.module.named_parameters(), peer.module.parameters(), strict=True):
-        assert a.grad is not None, name
-        assert b.grad is not None, name
-        assert a.grad.abs().sum() > 0, f"{name} has no gradient"
-        scale = float(b.grad.abs().max())
-        worst = float((a.grad - b.grad).abs().max())
-        assert worst <= _TOLERANCE * max(1.0, scale), f"gradients of {name} differ by {worst}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 if __name__ == "__main__":

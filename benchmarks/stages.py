@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.transport import C10dTransport
 
-__all__ = ["CASES", "Case", "OurStep", "PeerStep", "Step"]
+__all__ = ["CASES", "Case", "OurStep", "PeerStep"]
 
 _DEVICE = torch.device("cpu")
 
@@ -118,20 +118,6 @@ CASES = {
         rounds_factor=20,
     ),
 }
-
-
-class Step(Protocol):
-    """One side of the race."""
-
-    module: nn.Module
-
-    def prepare(self) -> None:
-        """Forget the gradients; not timed."""
-        ...
-
-    def run(self) -> None:
-        """Run one step; timed."""
-        ...
 
 
 class _Program:

@@ -7,7 +7,7 @@ searched order, and with the layers split by simulation.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -31,6 +31,7 @@ from pipeswift_lightning.plan.workload import Layout, Workload
 __all__ = ["Candidate", "plans"]
 
 _EQUAL = "equal runs of samples"
+_GIVEN = "given runs of samples"
 _DEEPEST = 2.0  # Depth of warm-up above which little more is gained; see one_f_one_b.
 
 
@@ -86,6 +87,7 @@ def plans(
     *,
     evaluations: int | None,
     failures: dict[str, PartitionError | MicroBatchError],
+    plain: bool = False,
 ) -> list[Candidate]:
     """Return the plans of one schedule and number of micro-batches that can run.
 
@@ -95,22 +97,27 @@ def plans(
         num_micro_batches: Number of micro-batches.
         evaluations: Budget of each search; None takes each one's own.
         failures: Gets what cannot run, and why.
+        plain: Return the first of all alone: equal runs of samples in order.
     """
-    ways: dict[str, _Way] = {
-        _EQUAL: _equal_runs,
-        "balanced runs of samples": _balanced_runs,
-    }
-    if workload.reorder and workload.sessions is None:
+    ways: dict[str, _Way] = {_EQUAL: _equal_runs}
+    if workload.sizes is not None:
+        ways = {_GIVEN: _given_runs}
+    else:
+        ways["balanced runs of samples"] = _balanced_runs
+    if workload.reorder and workload.sessions is None and workload.sizes is None:
         ways["formed"] = _formed
         if workload.layout is Layout.PACKED and schedule_name == "1f1b":
             ways["formed for a deep warm-up"] = _formed_deep
     found: list[Candidate] = []
+    if plain:
+        ways = dict(list(ways.items())[:1])
     for label, form in ways.items():
         name = f"{schedule_name}, {num_micro_batches} micro-batches, {label}"
         try:
             formation = form(workload, num_micro_batches, evaluations)
             planner = _Planner(workload, schedule_name, formation, evaluations)
-            found += planner.candidates(name, reorders=form in (_formed, _formed_deep))
+            mine = planner.candidates(name, reorders=form in (_formed, _formed_deep))
+            found += islice(mine, 1) if plain else mine
         except (PartitionError, MicroBatchError) as failure:
             failures[name] = failure
     return found
@@ -134,33 +141,45 @@ class _Planner:
         self.shapes = workload.shapes(formation)
         self.m, self.stages = len(self.shapes), workload.num_stages
         self.one_f_one_b = schedule_name == "1f1b"
-        depths = standard_depths(self.stages, self.m)
-        self.depths = depths if self.one_f_one_b else (self.m,) * self.stages
+        self.depths = self._depths() if self.one_f_one_b else (self.m,) * self.stages
+        self.free_warm_up = self.one_f_one_b and workload.warm_up is None
+
+    def _depths(self) -> tuple[int, ...]:
+        wanted = self.workload.warm_up
+        if wanted is None or isinstance(wanted, int | float):
+            return standard_depths(self.stages, self.m, wanted or 1.0)
+        return tuple(min(depth, self.m) for depth in wanted)
 
     def candidates(self, name: str, *, reorders: bool) -> Iterator[Candidate]:
         """Yield the plan as it is, with a deeper warm-up, and in a searched order."""
-        partition = best_partition(self.workload.stage_problem(self.shapes, self.depths))
+        partition = self.workload.partition or best_partition(
+            self.workload.stage_problem(self.shapes, self.depths)
+        )
         warm_up = self.depths if self.one_f_one_b else None
         plain = self._candidate(name, partition, range(self.m), warm_up, reorders=reorders)
-        yield replace(plain, is_plain=name.endswith(_EQUAL))
+        yield replace(plain, is_plain=name.endswith((_EQUAL, _GIVEN)))
         yield from self._refined(plain, reorders=reorders)
-        if self.one_f_one_b:
+        deep = self.depths
+        if self.free_warm_up:
             deep = self._within_memory(partition, standard_depths(self.stages, self.m, _DEEPEST))
             if deep != warm_up:
                 title = f"{name}, warm-up {' '.join(map(str, deep))}"
                 yield self._candidate(title, partition, range(self.m), deep, reorders=reorders)
         if self.workload.reorder and self.m > 1:
-            searched = self._searched(name, partition)
+            searched = self._searched(name, partition, self.depths)
             yield searched
             yield from self._refined(searched, reorders=True)
+            if self.evaluations is not None and deep != self.depths:
+                yield self._searched(name, partition, deep)
 
-    def _searched(self, name: str, partition: Partition) -> Candidate:
+    def _searched(self, name: str, partition: Partition, depths: tuple[int, ...]) -> Candidate:
         costs, work = self.workload.step_costs(partition, self.formation), self.workload
+        warm_up: tuple[int, ...] | None
         sessions = None
         if work.sessions is not None:
             parts = [[work.sessions[i] for i in part] for part in self.formation.samples]
             sessions = session_groups(parts)
-        if self.one_f_one_b and self.evaluations is None:
+        if self.free_warm_up and self.evaluations is None:
             deepest = standard_depths(self.stages, self.m, _DEEPEST)
             limit = self._within_memory(partition, deepest)
             both = find_order_and_warm_up(
@@ -168,7 +187,8 @@ class _Planner:
             )
             order, warm_up = both.order, both.warm_up
         else:
-            evaluator = evaluator_for(self.schedule_name, self.stages, self.m)
+            warm_up = depths if self.one_f_one_b else None
+            evaluator = evaluator_for(self.schedule_name, self.stages, self.m, warm_up=warm_up)
             order = find_order(
                 evaluator,
                 costs,
@@ -177,17 +197,16 @@ class _Planner:
                 sessions=sessions,
                 evaluations=self.evaluations,
             ).order
-            warm_up = self.depths
         title = f"{name}, ordered"
-        if self.one_f_one_b and warm_up != self.depths:
+        if warm_up is not None and warm_up != self.depths:
             title += f", warm-up {' '.join(map(str, warm_up))}"
-        return self._candidate(
-            title, partition, order, warm_up if self.one_f_one_b else None, reorders=True
-        )
+        return self._candidate(title, partition, order, warm_up, reorders=True)
 
     def _refined(self, plan: Candidate, *, reorders: bool) -> Iterator[Candidate]:
         """Yield the plan with the partition of the least simulated step, if that is another."""
         work, shapes = self.workload, self.workload.shapes(plan.formation)
+        if work.partition is not None:
+            return
         forward, backward = work.whole_times()
         times = np.array([forward.seconds(x) + backward.seconds(x) for x in shapes])
         problem = work.stage_problem(shapes, plan.warm_up or self.depths)
@@ -262,6 +281,11 @@ def _equal_runs(workload: Workload, m: int, _: int | None) -> Formation:
         )
         raise MicroBatchError(message)
     return formation
+
+
+def _given_runs(workload: Workload, m: int, _: int | None) -> Formation:
+    bounds = pairwise(accumulate((workload.sizes or ())[:m], initial=0))
+    return Formation(tuple(tuple(range(a, b)) for a, b in bounds))
 
 
 def _balanced_runs(workload: Workload, m: int, _: int | None) -> Formation:

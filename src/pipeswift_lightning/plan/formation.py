@@ -136,23 +136,26 @@ def form_to_targets(
     """
     check_count(len(costs), len(targets))
     lengths = costs if tokens is None else tokens
-    lack = np.array(targets, dtype=float)
-    room = np.full(len(lack), float(max_tokens))
+    # Plain lists: a search starts from a hundred of these, and arrays this small are slower.
+    lack, room = [float(target) for target in targets], [float(max_tokens)] * len(targets)
     parts: list[list[int]] = [[] for _ in lack]
     ranked = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    num_empty = len(parts)
     for place, i in enumerate(ranked):
-        empty = [j for j, part in enumerate(parts) if not part]
-        fits = room >= lengths[i]
-        if len(empty) >= len(ranked) - place:
-            fits &= np.isin(np.arange(len(parts)), empty)
-        if not fits.any():
+        only_empty = num_empty >= len(ranked) - place
+        length = lengths[i]
+        fitting = [
+            j for j, space in enumerate(room) if space >= length and not (only_empty and parts[j])
+        ]
+        if not fitting:
             message = (
                 f"sample {i} of {lengths[i]:g} tokens fits none of {len(parts)} micro-batches. "
                 f"Rule: at most {max_tokens:g} tokens each. Remedy: use more micro-batches (at "
                 f"least {math.ceil(sum(lengths) / max_tokens)}), or a higher limit"
             )
             raise MicroBatchError(message)
-        j = int(np.argmax(np.where(fits, lack, -math.inf)))
+        j = max(fitting, key=lack.__getitem__)
+        num_empty -= not parts[j]
         parts[j].append(i)
         lack[j] -= costs[i]
         room[j] -= lengths[i]

@@ -73,6 +73,7 @@ def choose_plan(
     *,
     num_micro_batches: int | Sequence[int] | None = None,
     schedules: Sequence[str] = ("1f1b", "gpipe"),
+    evaluations: int | None = None,
 ) -> Choice:
     """Return the plan with the least predicted step time.
 
@@ -82,6 +83,9 @@ def choose_plan(
             ``numbers_to_try``. The fixed cost of a layer in the cost model keeps them from running
             away.
         schedules: Schedules to choose from.
+        evaluations: Budget of each search, for a plan that must not take long. None: what each
+            takes by itself, and once more for the best number of micro-batches. With a budget,
+            only the first schedule is searched, and of the others the plain plan is compared.
 
     Raises:
         PartitionError: Nothing fits into memory.
@@ -99,20 +103,19 @@ def choose_plan(
     numbers = _numbers(workload, num_micro_batches)
     candidates: list[Candidate] = []
     failures: Failures = {}
-    quick = _SWEEP_EVALUATIONS if len(numbers) > 1 else None
+    quick = evaluations
+    if quick is None and len(numbers) > 1:
+        quick = _SWEEP_EVALUATIONS
     for m in numbers:
         for name in schedules:
-            candidates += plans(workload, name, m, evaluations=quick, failures=failures)
+            plain_only = evaluations is not None and name != schedules[0]
+            candidates += plans(
+                workload, name, m, evaluations=quick, failures=failures, plain=plain_only
+            )
     if not candidates:
         raise next(iter(failures.values()))
-    if quick is not None:
-        best = _choose(candidates, workload.model.relative_error)
-        m = len(best.formation.samples)
-        candidates += [
-            replace(found, name=f"{found.name}, searched longer")
-            for found in plans(workload, best.schedule_name, m, evaluations=None, failures={})
-            if found.reorders
-        ]
+    if quick is not None and evaluations is None:
+        candidates += _searched_longer(workload, _choose(candidates, workload.model.relative_error))
     chosen = _choose(candidates, workload.model.relative_error)
     plain = min(
         (c for c in candidates if c.is_plain and c.schedule_name == schedules[0]),
@@ -127,7 +130,15 @@ def choose_plan(
     )
 
 
+def _searched_longer(workload: Workload, best: Candidate) -> list[Candidate]:
+    m = len(best.formation.samples)
+    found = plans(workload, best.schedule_name, m, evaluations=None, failures={})
+    return [replace(x, name=f"{x.name}, searched longer") for x in found if x.reorders]
+
+
 def _numbers(workload: Workload, wanted: int | Sequence[int] | None) -> tuple[int, ...]:
+    if workload.sizes is not None:
+        return (len(workload.sizes),)
     if wanted is None:
         return numbers_to_try(len(workload.lengths), workload.num_stages)
     return (wanted,) if isinstance(wanted, int) else tuple(sorted(set(wanted)))

@@ -40,6 +40,9 @@ class Workload:
         sessions: Session of each sample; the samples of one session keep their order. None in
             place of a session: the sample has none.
         reorder: Whether samples may run in another order than that of the data.
+        partition: Layers of each stage, if they are fixed already.
+        warm_up: Depth of 1F1B's warm-up, if it is fixed; see ``one_f_one_b``.
+        sizes: Samples of each micro-batch, in the data's order, if they are fixed.
 
     Raises:
         CostError: The batch is empty, a sequence does not have one entry a stage or sample, or the
@@ -58,6 +61,9 @@ class Workload:
     max_tokens: float = math.inf
     sessions: tuple[Hashable, ...] | None = None
     reorder: bool = True
+    partition: Partition | None = None
+    warm_up: tuple[int, ...] | float | None = None
+    sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in tuple(Layout):
@@ -68,9 +74,10 @@ class Workload:
             raise CostError(message)
         object.__setattr__(self, "layout", Layout(self.layout))
         object.__setattr__(self, "forbidden_cuts", frozenset(self.forbidden_cuts))
-        for name in ("lengths", "slowdown", "capacity_bytes", "sessions"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("lengths", "slowdown", "capacity_bytes", "sessions", "warm_up", "sizes"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, int | float):
+                object.__setattr__(self, name, tuple(value))
         for name, number in (
             ("slowdown", self.num_stages),
             ("capacity_bytes", self.num_stages),
@@ -81,6 +88,15 @@ class Workload:
                 message = (
                     f"{name} has {len(value)} entries. Rule: one for each of the {number} "
                     f"{'samples' if name == 'sessions' else 'stages'}. Remedy: give all of them"
+                )
+                raise CostError(message)
+        if self.partition is not None:
+            have = self.partition.num_stages, self.partition.num_layers
+            if have != (self.num_stages, len(self.model.layers)):
+                message = (
+                    f"partition={self.partition} does not fit {self.num_stages} stages and the "
+                    f"{len(self.model.layers)} layers of the cost model. Rule: both are of the "
+                    "same network. Remedy: measure the costs of this network again"
                 )
                 raise CostError(message)
         if not self.lengths or min(self.lengths) < 1:

@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 import zlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 __all__ = ["BatchError", "batch_checksum", "batch_signature", "describe_batch", "num_samples"]
 __all__ += ["fresh_containers", "has_gradient", "split_batch", "structure_of", "tensor_versions"]
+__all__ += ["change_tensors", "select_rows", "tensors_by_path"]
 
 _SAMPLED_BYTES = 1 << 20
 
@@ -68,7 +70,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
         msg = f"micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total}"
         raise BatchError(msg)
     bounds = np.cumsum([0, *sizes]).tolist()
-    return [_slice(batch, a, b, total) for a, b in pairwise(bounds)]
+    return [_taken(batch, total, partial(_slice, a, b)) for a, b in pairwise(bounds)]
 
 
 def fresh_containers(value: Any) -> Any:
@@ -115,23 +117,82 @@ def tensor_versions(batch: Any) -> list[int]:
     return [leaf._version for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 
-def _slice(value: Any, start: int, stop: int, total: int) -> Any:
+def select_rows(batch: Any, indices: Sequence[int]) -> Any:
+    """Return a batch of these samples of ``batch``, as copies, in this order.
+
+    Raises:
+        BatchError: The batch holds an object that cannot be split.
+
+    Example:
+        >>> select_rows({"x": torch.arange(4), "n": ["a", "b", "c", "d"]}, [2, 0])
+        {'x': tensor([2, 0]), 'n': ['c', 'a']}
+    """
+    return _taken(batch, num_samples(batch), partial(_pick, list(indices)))
+
+
+def tensors_by_path(batch: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return the tensors and arrays of a batch by their place in it: keys joined by dots.
+
+    Example:
+        >>> [name for name, _ in tensors_by_path({"x": torch.ones(1), "y": (torch.ones(1), 2)})]
+        ['x', 'y.0']
+    """
+    if isinstance(batch, Tensor | np.ndarray):
+        return [(path, batch)]
+    return [
+        found
+        for key, value in _children(batch)
+        for found in tensors_by_path(value, f"{path}.{key}" if path else str(key))
+    ]
+
+
+def change_tensors(batch: Any, change: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+    """Return a batch with its tensors changed; ``change`` is told the place of each.
+
+    Example:
+        >>> change_tensors({"x": torch.ones(2), "n": 3}, lambda place, tensor: tensor * len(place))
+        {'x': tensor([1., 1.]), 'n': 3}
+    """
+    if isinstance(batch, Tensor):
+        return change(path, batch)
+    children = {
+        key: change_tensors(value, change, f"{path}.{key}" if path else str(key))
+        for key, value in _children(batch)
+    }
+    return _rebuilt(batch, children) if children else batch
+
+
+def _children(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init]
+    return []
+
+
+def _rebuilt(value: Any, children: dict[Any, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return _like(value, children)
+    if isinstance(value, list | tuple):
+        parts = list(children.values())
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return dataclasses.replace(value, **children)
+
+
+def _taken(value: Any, total: int, take: Callable[[Any], Any]) -> Any:
+    """Return the parts of all rows of samples in ``value`` that ``take`` returns."""
     if isinstance(value, Tensor | np.ndarray):
-        return _slice_rows(value, start, stop, total)
+        return take(value) if value.ndim and value.shape[0] == total else value
     if value is None or isinstance(value, str | bytes | bool | int | float | complex):
         return value
-    if isinstance(value, Mapping):
-        return _like(value, {k: _slice(v, start, stop, total) for k, v in value.items()})
-    if isinstance(value, list | tuple):
-        if type(value) is list and len(value) == total and not _has_tensor(value):
-            return value[start:stop]
-        parts = [_slice(v, start, stop, total) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(
-            value, **{k: _slice(v, start, stop, total) for k, v in fields.items()}
-        )
+    if type(value) is list and len(value) == total and not _has_tensor(value):
+        return take(value)
+    if isinstance(value, Mapping | list | tuple) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        return _rebuilt(value, {k: _taken(v, total, take) for k, v in _children(value)})
     msg = (
         f"cannot split a batch that holds a {type(value).__name__}. Rule: batches are nested "
         "mappings, sequences or dataclasses of tensors. Remedy: define "
@@ -140,14 +201,19 @@ def _slice(value: Any, start: int, stop: int, total: int) -> Any:
     raise BatchError(msg)
 
 
-def _slice_rows(value: Any, start: int, stop: int, total: int) -> Any:
-    if value.ndim == 0 or value.shape[0] != total:
-        return value
-    if isinstance(value, np.ndarray):
+def _slice(start: int, stop: int, value: Any) -> Any:
+    if not isinstance(value, Tensor):
         return value[start:stop]
     # Views that autograd takes for separate tensors: a layer that changes its input in place must
     # not make the other micro-batches' inputs look changed.
-    return torch.unsafe_split_with_sizes(value, [start, stop - start, total - stop])[1]
+    sizes = [start, stop - start, len(value) - stop]
+    return torch.unsafe_split_with_sizes(value, sizes)[1]
+
+
+def _pick(indices: list[int], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.index_select(0, torch.tensor(indices, device=value.device))
+    return [value[i] for i in indices] if isinstance(value, list) else value[indices]
 
 
 def _like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -117,6 +117,7 @@ class Topology:
         layout: The mesh.
         versions: Of Python, torch and the packages.
         small_files: Files beside DCP's own.
+        planned: The plan that costs have chosen for the last step, whole; empty without costs.
     """
 
     step: int
@@ -130,6 +131,7 @@ class Topology:
     layout: Layout
     versions: Mapping[str, str]
     small_files: Sequence[str]
+    planned: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return what is written."""

@@ -13,6 +13,7 @@ from pipeswift_lightning.strategies.records import LogRecord, merge_outputs, mer
 from pipeswift_lightning.strategies.rounding import rounding_of
 
 __all__ = ["LOSS", "NOTHING_FITS", "Matches", "Shares", "StepResult", "compare"]
+__all__ += ["compare_each"]
 
 LOSS = ""  # among the names of logged values
 
@@ -52,6 +53,18 @@ def compare(whole: StepResult, parts: StepResult, shares: Shares, rounding: floa
             error = _error(value, mine[name], sizes[name]) if name in mine else math.inf
             found.setdefault(name, {})[rule] = error / units.get(name, rounding)
     return found
+
+
+def compare_each(some: StepResult, others: StepResult, rounding: float) -> list[Matches]:
+    """Return how well two results of the same micro-batches agree, for each micro-batch."""
+
+    def alone(result: StepResult, i: int) -> StepResult:
+        return StepResult([result.outputs[i]], [result.records[i]], [result.sizes[i]])
+
+    share = {Rule.SAMPLES: (1.0,)}
+    return [
+        compare(alone(some, i), alone(others, i), share, rounding) for i in range(len(some.sizes))
+    ]
 
 
 def _merged(

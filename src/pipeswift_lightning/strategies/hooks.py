@@ -11,7 +11,7 @@ from typing import Any, assert_never
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -19,6 +19,8 @@ from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.runtime.announcement import announce
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
+from pipeswift_lightning.runtime.formed import form_batches
+from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.comparison import (
     NOTHING_FITS,
@@ -26,6 +28,7 @@ from pipeswift_lightning.strategies.comparison import (
     Shares,
     StepResult,
     compare,
+    compare_each,
 )
 from pipeswift_lightning.strategies.loss_scope import LossPolicy, is_checked
 from pipeswift_lightning.strategies.loss_weights import Rule, ranked, rules_for, shares
@@ -89,6 +92,7 @@ class StepRunner:
         self._session = session
         self._module: LightningModule = session.module
         self._options = options
+        self._planner = session.planner
         self._seed = torch.initial_seed()
         self._evaluations = 0
         self._largest_batch = 0
@@ -107,6 +111,7 @@ class StepRunner:
             "evaluations": self._evaluations,
             "largest_batch": self._largest_batch,
             "loss": self._policy.state(),
+            "planner": self._session.planner.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -114,6 +119,8 @@ class StepRunner:
         self._seed, self._evaluations = state["seed"], state["evaluations"]
         self._largest_batch = state["largest_batch"]
         self._policy.load_state(state["loss"])
+        if "planner" in state:
+            self._session.planner.load_state(state["planner"])
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
@@ -150,8 +157,9 @@ class StepRunner:
     def _call(
         self, hook: StepHook, batch: Any, rest: tuple[Any, ...], precision: Precision
     ) -> StepCall:
-        split = getattr(self._module, "split_batch", split_batch)
-        total = num_samples(batch)
+        source, packed = batch, isinstance(batch, PackedBatch)
+        total = len(source.lengths) if packed else num_samples(batch)
+        batch = dict(batch) if packed else batch
         training = hook is StepHook.TRAINING
         smaller = not training or total < self._largest_batch
         recorded = self._session.recorded
@@ -162,10 +170,15 @@ class StepRunner:
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer
+        if packed:
+            parts = form_batches(source, [list(part) for part in plan.ranges])
+        else:
+            parts = getattr(self._module, "split_batch", split_batch)(batch, plan.sizes)
         return StepCall(
             hook=hook.method,
             batch=batch,
-            micro_batches=split(batch, plan.sizes),
+            source=source,
+            micro_batches=parts,
             rest=rest,
             sizes=plan.sizes,
             seed=self._seeds(hook),
@@ -192,19 +205,48 @@ class StepRunner:
         if trace is None or len(call.sizes) == 1:
             return call, LossScope.PER_SAMPLE, None
         whole = self._options.loss is not LossScope.PER_SAMPLE
-        if trace.returns_scalar and whole and trace.calls_network:
+        if (trace.returns_scalar or call.packed) and whole and trace.calls_network:
             return self._scope_of_scalar(hook, call, trace)
-        evaluated = hook is not StepHook.TRAINING and trace.calls_network
+        evaluated = hook is not StepHook.TRAINING and trace.calls_network and not call.packed
         if evaluated and not trace.returns_scalar:
             return call, LossScope.WHOLE_BATCH, None
-        counted = self._shares(call, trace)
-        if evaluated or not trace.calls_network:
+        if evaluated or not trace.calls_network or hook is not StepHook.TRAINING:
             scope = LossScope.WHOLE_BATCH if evaluated else LossScope.PER_SAMPLE
-            return self._weighted(call, counted), scope, None
-        scope, check = self._policy.next_step(counted)
+            return self._weighted(call, self._shares(call, trace)), scope, None
+        planned = self._planner.planned(call) if not self._policy.whole else call
+        scope, check = self._policy.next_step(self._shares(planned, trace))
         if scope is LossScope.PER_SAMPLE:
-            call = self._weighted(call, counted)
-        return call, scope, counted if check else None
+            return self._trimmed(planned, call, trace), scope, None
+        return call, scope, self._shares(call, trace) if check else None
+
+    def _trimmed(self, planned: StepCall, call: StepCall, trace: StepTrace) -> StepCall:
+        """Return the step to run, with its weights; at times see whether its padding matters."""
+        step = self._weighted(planned, self._shares(planned, trace))
+        if not self._planner.is_checked(step):
+            return step
+        padded = self._planner.untrimmed(step)
+        try:
+            whole = self._session.look(padded, LossScope.PER_SAMPLE)
+            trimmed = self._session.look(step, LossScope.PER_SAMPLE)
+        except Exception as error:
+            error.add_note(
+                "pipeswift: while comparing micro-batches with and without their padding. If the "
+                "step needs the padding, set PipeSwiftStrategy(trim=False)."
+            )
+            raise
+        found: list[Matches] = []
+        if self._session.is_last:
+            rounding = rounding_in_use(self._module, call.context, self._session.device)
+            found = compare_each(whole, trimmed, rounding)
+        if all(map(self._policy.explained, self._from_last_stage(found))):
+            return step
+        self._planner.keep_padding()
+        rank_zero_info(
+            "pipeswift: the step gives other values without its padding, so micro-batches keep it, "
+            "and samples stay in the data's order."
+        )
+        plain = self._planner.planned(call)
+        return self._weighted(plain, self._shares(plain, trace))
 
     def _weighted(self, call: StepCall, counted: Shares) -> StepCall:
         return replace(call, weighting=self._policy.weighting(counted))
@@ -224,15 +266,16 @@ class StepRunner:
         """
         if hook is not StepHook.TRAINING:
             return self._scope_of_evaluation(hook, call, trace)
+        planned = self._planner.planned(call) if not self._policy.whole else call
+        _, check = self._policy.next_step(self._shares(planned, trace))
         counted = self._shares(call, trace)
-        _, check = self._policy.next_step(counted)
         if check:
             whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
             parts = self._session.look(call, LossScope.PER_SAMPLE)
             found = self._compare(call, whole, parts, counted) if self._session.is_last else {}
             self._policy.learn(self._from_last_stage(found), counted)
         if not self._policy.whole:
-            return self._weighted(call, counted), LossScope.PER_SAMPLE, None
+            return self._trimmed(planned, call, trace), LossScope.PER_SAMPLE, None
         self._warn_of_scalar()
         return call.in_one(), LossScope.PER_SAMPLE, None
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from pipeswift_lightning.plan.microbatches import (
@@ -47,9 +48,10 @@ class PipelineOptions:
 
     stages: int | None = None
     micro_batches: int | tuple[int, ...] | None = None
-    schedule: str = "1f1b"
+    schedule: str = "auto"
     warm_up: tuple[int, ...] | float | None = None
     partition: tuple[int, ...] | None = None
+    uniform: bool = False
     dynamic_shapes: bool = False
     loss: LossScope = LossScope.AUTO
     loss_weight: LossWeight = LossWeight.AUTO
@@ -57,6 +59,9 @@ class PipelineOptions:
     network: tuple[str, ...] | None = None
     recompute: bool | tuple[int, ...] | int = False
     compile: tuple[tuple[str, Any], ...] | None = None
+    costs: str | None = None
+    trim: bool | str = "auto"
+    memory_limit: tuple[float, ...] | float | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
@@ -77,10 +82,20 @@ class PipelineOptions:
         if self.compile is not None and self.recompute:
             # A recompiled layer keeps other tensors than it did in its first run.
             _refuse("compile", dict(self.compile), "not set together with recompute")
+        if self.trim not in (True, False, "auto"):
+            _refuse("trim", self.trim, 'true, false, or "auto"')
+        limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
+        if any(limit is not None and limit <= 0 for limit in limits):
+            _refuse("memory_limit", self.memory_limit, "bytes of a stage, or of each, above 0")
         # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
         stages = self.stages or (len(self.partition) if self.partition else 2)
         warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
-        build_schedule(self.schedule, stages, 2 * stages, warm_up=warm_up)
+        build_schedule(self.schedule_name, stages, 2 * stages, warm_up=warm_up)
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule where no costs choose it."""
+        return "1f1b" if self.schedule == "auto" else self.schedule
 
     @classmethod
     def of(  # noqa: PLR0913 -- the user's own arguments, one by one
@@ -90,7 +105,7 @@ class PipelineOptions:
         micro_batches: int | str | Sequence[int] | None,
         schedule: str,
         warm_up: Sequence[int] | float | None,
-        partition: Sequence[int] | None,
+        partition: Sequence[int] | str | None,
         dynamic_shapes: bool,
         loss: str,
         loss_weight: str,
@@ -98,10 +113,16 @@ class PipelineOptions:
         network: str | Sequence[str] | None,
         recompute: Sequence[int] | int | bool,
         compile: bool | str | Mapping[str, Any],
+        costs: str | Path | None,
+        trim: bool | str,
+        memory_limit: Sequence[float] | float | None,
     ) -> "PipelineOptions":
         """Check and freeze what the user gave."""
         if isinstance(micro_batches, str) and micro_batches != "auto":
             _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
+        uniform = isinstance(partition, str)
+        if uniform and partition != "uniform":
+            _refuse("partition", partition, 'layers of each stage, or "uniform"')
         if loss not in list(LossScope):
             _refuse("loss", loss, " or ".join(map(repr, map(str, LossScope))))
         if loss_weight not in list(LossWeight):
@@ -119,7 +140,8 @@ class PipelineOptions:
             micro_batches=counts,
             schedule=schedule,
             warm_up=depth,
-            partition=None if partition is None else tuple(partition),
+            partition=None if partition is None or isinstance(partition, str) else tuple(partition),
+            uniform=uniform,
             dynamic_shapes=dynamic_shapes,
             loss=LossScope(loss),
             loss_weight=LossWeight(loss_weight),
@@ -127,6 +149,9 @@ class PipelineOptions:
             network=(network,) if isinstance(network, str) else tuple(network) if network else None,
             compile=_compile_settings(compile),
             recompute=recompute if isinstance(recompute, int) else tuple(recompute),
+            costs=None if costs is None else str(costs),
+            trim=trim,
+            memory_limit=_bytes(memory_limit),
         )
 
     def num_recomputed(self, stage: int, num_layers: int, num_stages: int) -> int:
@@ -212,6 +237,12 @@ def _too_small(batch_size: int, wanted: int) -> None:
 def _refuse(name: str, value: object, rule: str) -> None:
     msg = f"{name}={value!r} is not allowed. Rule: {name} is {rule}"
     raise OptionError(msg)
+
+
+def _bytes(limit: Sequence[float] | float | None) -> tuple[float, ...] | float | None:
+    if limit is None:
+        return None
+    return float(limit) if isinstance(limit, int | float) else tuple(map(float, limit))
 
 
 def _compile_settings(

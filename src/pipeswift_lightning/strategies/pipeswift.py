@@ -15,12 +15,11 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.communication import CommunicationError
-from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.choice import choose_networks
 from pipeswift_lightning.strategies.clipping import GlobalNorms
 from pipeswift_lightning.strategies.closures import once
@@ -32,7 +31,7 @@ from pipeswift_lightning.strategies.contract import (
     warn_of_short_epochs,
 )
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
-from pipeswift_lightning.strategies.devices import move_buffers
+from pipeswift_lightning.strategies.devices import move_buffers, start_alike
 from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover, skipped_loss, with_leaf_loss
@@ -58,13 +57,13 @@ class PipeSwiftStrategy(MovableStrategy):
             replicate the pipeline (``devices=4, stages=2`` trains 2 pipelines, data parallel).
         micro_batches: Number of micro-batches in a batch, a list of their sizes in samples, or
             ``"auto"``.
-        schedule: ``"1f1b"`` or ``"gpipe"``.
+        schedule: ``"1f1b"``, ``"gpipe"``, or ``"auto"``: what the costs choose, else 1F1B.
         warm_up: 1F1B's warm-up: a depth for each stage, or a factor from 1 to 2 (deeper hides
             latency and variance, and keeps more micro-batches in memory).
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
             Several names, or ``None`` where every rank runs whole steps: several networks.
-        partition: Number of layers of each stage. ``None`` balances their estimated cost.
+        partition: Layers of each stage; ``"uniform"``: as many in each; ``None``: balanced.
         loss: ``"per_sample"`` if the loss is a mean over samples (or tokens: see ``loss_weight``):
             each micro-batch's is weighted, and backwards begin early. ``"whole_batch"`` if it is
             not (a contrastive loss): it runs once on all outputs, with every micro-batch in
@@ -85,6 +84,10 @@ class PipeSwiftStrategy(MovableStrategy):
             ``True`` for all, or so many of each stage, or a list with a number for each stage.
         compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
             its arguments.
+        costs: A file of the layers' costs, or ``"measure"``. They choose what is not given:
+            partition, micro-batches, order, warm-up, schedule. ``None``: equal runs of samples.
+        trim: With costs, cut off padding that a micro-batch does not need; ``"auto"``: checked.
+        memory_limit: With costs, bytes that a stage may take, or a list.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -113,10 +116,10 @@ class PipeSwiftStrategy(MovableStrategy):
         *,
         stages: int | None = None,
         micro_batches: int | str | Sequence[int] | None = "auto",
-        schedule: str = "1f1b",
+        schedule: str = "auto",
         warm_up: Sequence[int] | float | None = None,
         network: str | Sequence[str] | None = None,
-        partition: Sequence[int] | None = None,
+        partition: Sequence[int] | str | None = None,
         loss: str = "auto",
         loss_weight: str = "auto",
         weights: str | Path | None = None,
@@ -124,6 +127,9 @@ class PipeSwiftStrategy(MovableStrategy):
         receive_window: int | None = None,
         recompute: bool | int | Sequence[int] = False,
         compile: bool | str | Mapping[str, Any] = False,
+        costs: str | Path | None = None,
+        trim: bool | str = "auto",
+        memory_limit: Sequence[float] | float | None = None,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -147,6 +153,9 @@ class PipeSwiftStrategy(MovableStrategy):
                 network=network,
                 recompute=recompute,
                 compile=compile,
+                costs=costs,
+                trim=trim,
+                memory_limit=memory_limit,
             ),
             silence_s=silence_s,
             backend=process_group_backend,
@@ -159,10 +168,9 @@ class PipeSwiftStrategy(MovableStrategy):
         )
         self._weights = weights
         self._steps: StepRunner | None = None
-        self._handover = GradientHandover()
+        self._handover, self._clock = GradientHandover(), StepClock()
         self._norms: GlobalNorms | None = None
         self._sync_gradients = True
-        self._clock = StepClock()
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -190,7 +198,8 @@ class PipeSwiftStrategy(MovableStrategy):
         networks, why = choose_networks(module, self.options, self.mesh)
         self._division = Division.of(module, self._weights, whole=self.mesh.num_stages == 1)
         self.model_to_device()
-        self._equalise(module)
+        if self._collectives is not None and self.mesh.world_size > 1:
+            start_alike(module, self._collectives, self.root_device)
         self._session = PipelineSession(
             module,
             networks[0],
@@ -220,16 +229,6 @@ class PipeSwiftStrategy(MovableStrategy):
             self._session.make_transparent(networks, why)
         self._session.open()
         self._clock.data_wait.install(trainer.profiler)  # type: ignore[attr-defined]
-
-    def _equalise(self, module: nn.Module) -> None:
-        """Start all ranks from rank 0's values, whether or not the user seeded everything."""
-        if self._collectives is None or self.mesh.world_size == 1:
-            return
-        tensors = [t.data for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
-        self._collectives.guarded(
-            "waiting for rank 0's initial parameters",
-            lambda: broadcast_tensors(tensors, 0, None, self.root_device),
-        )
 
     @override
     def model_to_device(self) -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric
+
+from pipeswift_lightning.runtime.formed import in_data_order
 
 __all__ = ["LogRecord", "MergedLog", "logged_alike", "merge_outputs", "merge_records"]
 __all__ += ["recorded", "replay"]
@@ -192,12 +195,16 @@ def _log_synced(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
 
 
 def merge_outputs(
-    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    weights: Sequence[float] | None = None,
+    samples: Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """Merge what the step returned for each micro-batch into one output for the batch.
 
     Scalars are averaged with the weights (the micro-batches' samples, unless they are given);
-    tensors with as many rows as their micro-batch has samples are concatenated; anything else
+    tensors with as many rows as their micro-batch has samples are concatenated, in the data's order
+    if ``samples`` says which each has, and then padded with zeros to the longest; anything else
     keeps the last micro-batch's.
 
     Example:
@@ -212,13 +219,18 @@ def merge_outputs(
         return outputs[-1]
     chosen = sizes if weights is None else weights
     leaves = [
-        _merge_leaf(list(column), sizes, chosen)
+        _merge_leaf(list(column), sizes, chosen, samples)
         for column in zip(*(f[0] for f in flat), strict=True)
     ]
     return tree_unflatten(leaves, flat[0][1])
 
 
-def _merge_leaf(leaves: list[Any], sizes: Sequence[int], chosen: Sequence[float]) -> Any:
+def _merge_leaf(
+    leaves: list[Any],
+    sizes: Sequence[int],
+    chosen: Sequence[float],
+    samples: Sequence[Sequence[int]] | None,
+) -> Any:
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return leaves[-1]
     if all(leaf.dim() == 0 for leaf in leaves):
@@ -228,6 +240,19 @@ def _merge_leaf(leaves: list[Any], sizes: Sequence[int], chosen: Sequence[float]
         values = torch.stack([x.double() for x in leaves])
         return _reduced(values, weights, "mean").to(leaves[0].dtype)
     by_sample = all(x.dim() and x.shape[0] == n for x, n in zip(leaves, sizes, strict=True))
-    if by_sample and len({leaf.shape[1:] for leaf in leaves}) == 1:
-        return torch.cat(leaves)
-    return leaves[-1]
+    if not by_sample or len({leaf.dim() for leaf in leaves}) > 1:
+        return leaves[-1]
+    if samples is None:
+        return torch.cat(leaves) if len({x.shape[1:] for x in leaves}) == 1 else leaves[-1]
+    return in_data_order(torch.cat(_as_long(leaves)), samples)
+
+
+def _as_long(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors with zeros at the end of each dim but the first, so that they fit."""
+    longest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in leaves), strict=True)]
+    padded = []
+    for leaf in leaves:
+        missing = [n - have for n, have in zip(longest, leaf.shape[1:], strict=True)]
+        pads = [width for n in reversed(missing) for width in (0, n)]
+        padded.append(functional.pad(leaf, pads) if any(missing) else leaf)
+    return padded

@@ -6,20 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
-from pipeswift_lightning.plan.planner import Plan, make_plan
+from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import structure_of
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.executor import Executor
-from pipeswift_lightning.runtime.gradients import reduce_gradients
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
@@ -35,13 +32,17 @@ from pipeswift_lightning.strategies.division import divided_names
 from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
+from pipeswift_lightning.strategies.measuring import CostSource
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.module_state import evaluating
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
+from pipeswift_lightning.strategies.planning import StepPlanner, plan_of
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
-from pipeswift_lightning.strategies.stages import check_fits, choose_partition
+from pipeswift_lightning.strategies.stage_gradients import reduce_stage_gradients
+from pipeswift_lightning.strategies.stages import check_fits, choose_partition, fixed_partition
+from pipeswift_lightning.strategies.start_planning import plan_one_stage, start_planning
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.step_times import gather_timeline
 from pipeswift_lightning.strategies.transparent import TransparentNetworks
@@ -102,6 +103,7 @@ class PipelineSession:
         self._running = False
         self._changes = ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
+        self.planner = StepPlanner(module, options, self.num_stages)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -175,10 +177,13 @@ class PipelineSession:
         with preserved_rng(self.device):
             trace = self._trace(call) if self.num_stages > 1 else None
             whole = scope is LossScope.WHOLE_BATCH
-            plan = self._plan(call, whole=whole)
+            assert self.partition is not None
+            plan = plan_of(call, self.partition, self.options, whole=whole)
+            if call.training:
+                self.plan = plan
             facts = {
                 "plan": plan.digest,
-                "micro-batches": str(plan.micro_batches.sizes),
+                "micro-batches": str(call.samples or call.sizes),
                 "layers": str(self._order),
                 "loss": scope,
                 "weights": str(call.weighting),
@@ -252,20 +257,6 @@ class PipelineSession:
         layers = self.partition.ranges[self.stage]
         return layers.start, layers.stop
 
-    def _plan(self, call: StepCall, *, whole: bool) -> Plan:
-        assert self.partition is not None
-        plan = make_plan(
-            partition=self.partition,
-            micro_batches=MicroBatches(call.sizes),
-            schedule_name="gpipe" if whole else self.options.schedule,
-            warm_up=None if whole else self.options.warm_up,
-            training=call.training,
-            receive_window=self.options.receive_window,
-        )
-        if call.training:
-            self.plan = plan
-        return plan
-
     def _agree(self, facts: Mapping[str, str]) -> None:
         if self.num_stages == 1:
             return
@@ -277,7 +268,7 @@ class PipelineSession:
     def _trace(self, call: StepCall) -> StepTrace | None:
         """Return how the step's layers hang together; the first time, cut the module."""
         if self.num_stages == 1:
-            self._assemble_single()
+            self._assemble_single(call)
             if len(call.sizes) == 1:
                 return None
         first = call.micro_batches[0]
@@ -295,7 +286,7 @@ class PipelineSession:
                 self.make_transparent(found, f"{call.hook} {trace.only_whole}")
                 return trace
             if self.num_stages > 1:
-                self._fit_to(trace, call.hook)
+                self._fit_to(trace, call)
             self._traces[key] = trace
         return trace
 
@@ -308,25 +299,29 @@ class PipelineSession:
             with self._optimizers.made_whole():
                 share.bring_back(self.groups, self.device)
 
-    def _fit_to(self, trace: StepTrace, hook: str) -> None:
+    def _fit_to(self, trace: StepTrace, call: StepCall) -> None:
         if self.partition is None:
-            self._assemble(trace)
+            self._assemble(trace, call)
         else:
             assert self.share is not None
-            owners = self.share.owners
-            check_fits(self.module, self.network, trace, hook, self._order, owners, self.partition)
+            owners, fixed = self.share.owners, self.partition
+            check_fits(self.module, self.network, trace, call.hook, self._order, owners, fixed)
 
-    def _assemble_single(self) -> None:
+    def _assemble_single(self, call: StepCall) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
+            plan_one_stage(self.planner, self.options.costs, call, self.partition.num_layers)
             self._wrappers.choose(range(len(self.network.layers)), 0, 1)
             self._optimizers.keep_local()
 
-    def _assemble(self, trace: StepTrace) -> None:
-        chosen = self.options.partition
-        if chosen is None and self.recorded is not None:
-            chosen = self.recorded.layers_for(trace.num_layers)
-        partition = choose_partition(self.module, self.network, trace, chosen, self.num_stages)
+    def _assemble(self, trace: StepTrace, call: StepCall) -> None:
+        fixed = fixed_partition(self.options, self.recorded, trace.num_layers, self.num_stages)
+        if self.options.costs is not None:
+            with in_collective("planning on the first rank", self.progress):
+                source = CostSource(self.module, self.network, self.groups, self._laid_aside)
+                costs = source.reader(self.options.costs, trace, call, self.device)
+                fixed = start_planning(self.planner, costs, call, trace.num_layers, fixed)
+        partition = choose_partition(self.module, self.network, trace, fixed, self.num_stages)
         network, self._order = self.network, trace.order
         owners = find_owners(self.module, network.module, network.layers, trace, partition)
         self.repartition(partition, owners)
@@ -339,6 +334,7 @@ class PipelineSession:
     def repartition(self, partition: Partition, owners: Owners) -> None:
         """Run these layers from now on; what the owners own has to come. Collective over all."""
         self.partition = partition
+        self.planner.repartition(partition)
         self._wrappers.choose(self._order[slice(*self._range())], self.stage, self.num_stages)
         self._executor.forget()
         with in_collective("connecting stages that share parameters", self.progress):
@@ -349,18 +345,22 @@ class PipelineSession:
         """How the layers hang together in all kinds of steps so far."""
         return StepTrace.of_all(list(self._traces.values()))
 
+    @contextmanager
+    def _laid_aside(self) -> Iterator[None]:
+        """While a block runs, intercept nothing, and keep the metrics as they are."""
+        self.cut.remove()
+        self._wrappers.remove()
+        with self._metrics.untouched():
+            yield
+        self._wrappers.install()
+        self.cut.install()
+
     # -- gradients, timeline, end -------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         """Sum shared parameters over their stages, and average over the replicas."""
-        replicas = self.groups.replicas if self.groups.mesh.num_replicas > 1 else None
-        shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
-        if self._cut_share is not None:  # whole steps: each call has summed its own already
-            shared = self._cut_share.shared_groups(self.groups)
-        in_shared = {id(p) for parameters in shared.values() for p in parameters}
-        local = self.local_parameters() if replicas is not None else {}
-        own = [p for p in local.values() if id(p) not in in_shared]
-        reduce_gradients(own, shared, replicas)
+        summed = self.transparent is not None  # each call has summed its own already
+        reduce_stage_gradients(self.module, self.share, self.groups, summed=summed)
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that live on this stage."""

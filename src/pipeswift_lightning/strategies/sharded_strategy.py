@@ -181,6 +181,7 @@ class ShardedStrategy(StateStrategy):
             ),
             versions=versions(lightning=lightning.__version__),
             small_files=[LIGHTNING_FILE, *small],
+            planned={} if session is None else session.planner.record(),
         )
 
     @override

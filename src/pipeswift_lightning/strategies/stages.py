@@ -1,24 +1,29 @@
 """Which of the network's layers go to which stage."""
 
-from collections.abc import Sequence
-
 from lightning.pytorch import LightningModule
 
-from pipeswift_lightning.plan.partition import Partition, explicit_partition, solve_partition
+from pipeswift_lightning.plan.partition import (
+    Partition,
+    explicit_partition,
+    solve_partition,
+    uniform_partition,
+)
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import Owners, find_owners
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.layer_costs import layer_costs
 from pipeswift_lightning.strategies.network import PipelinedNetwork
+from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 
-__all__ = ["check_fits", "choose_partition"]
+__all__ = ["check_fits", "choose_partition", "fixed_partition"]
 
 
 def choose_partition(
     module: LightningModule,
     network: PipelinedNetwork,
     trace: StepTrace,
-    layers_per_stage: Sequence[int] | None,
+    fixed: Partition | None,
     num_stages: int,
 ) -> Partition:
     """Split the layers into stages.
@@ -27,14 +32,14 @@ def choose_partition(
         module: The user's module.
         network: Its network.
         trace: How a step's layers hang together.
-        layers_per_stage: What the user asked for; ``None`` balances estimated costs.
+        fixed: What is chosen already; ``None`` balances estimated costs.
         num_stages: Number of stages.
 
     Raises:
         CutError: The step calls fewer layers than there are stages.
     """
-    if layers_per_stage is not None:
-        return explicit_partition(trace.num_layers, layers_per_stage=layers_per_stage)
+    if fixed is not None:
+        return fixed
     if trace.num_layers < num_stages:
         msg = (
             f"a step calls {trace.num_layers} layers of {network.name}, but {num_stages} stages "
@@ -43,6 +48,22 @@ def choose_partition(
         )
         raise CutError(msg)
     return solve_partition(layer_costs(module, network.layers, trace), num_stages)
+
+
+def fixed_partition(
+    options: PipelineOptions, recorded: RecordedPlan | None, num_layers: int, num_stages: int
+) -> Partition | None:
+    """Return the partition that the user or the checkpoint has chosen, if one has.
+
+    Raises:
+        PartitionError: The user's does not fit the network.
+    """
+    if options.uniform:
+        return uniform_partition(num_layers, num_stages)
+    layers = options.partition
+    if layers is None and recorded is not None:
+        layers = recorded.layers_for(num_layers)
+    return None if layers is None else explicit_partition(num_layers, layers_per_stage=layers)
 
 
 def check_fits(

@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
+from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.runtime.batching import batch_signature, fresh_containers
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
+from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.loss_weights import Weighting
@@ -45,6 +47,10 @@ class StepCall:
         trainable: Tells apart which parameters are frozen: it decides what needs a gradient.
         weighting: What each micro-batch counts for the loss and the logged values.
         probing: Whether the step only looks, and is not differentiated.
+        source: What the micro-batches are made of: the batch, or a packed one.
+        samples: Sample ids of each micro-batch; ``None``: consecutive runs.
+        trimmed: Whether micro-batches may lack padding that the batch has.
+        choice: The plan that the costs have chosen; ``None``: the options' own.
     """
 
     hook: str
@@ -59,6 +65,20 @@ class StepCall:
     trainable: int = 0
     weighting: Weighting = field(default_factory=Weighting)
     probing: bool = False
+    source: Any = None
+    samples: tuple[tuple[int, ...], ...] | None = None
+    trimmed: bool = False
+    choice: Candidate | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the batch."""
+        return sum(self.sizes)
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples lie one behind the other, so that a tensor's rows are no samples."""
+        return isinstance(self.source, PackedBatch)
 
     def bound(self, module: LightningModule, batch: Any) -> Callable[[], Any]:
         """Return the step on ``batch`` (the whole one, or a micro-batch), ready to run once."""
@@ -67,7 +87,13 @@ class StepCall:
     def in_one(self) -> "StepCall":
         """Return the same call with the whole batch as its only micro-batch."""
         return replace(
-            self, micro_batches=[self.batch], sizes=(sum(self.sizes),), weighting=Weighting()
+            self,
+            micro_batches=[self.batch],
+            sizes=(self.num_samples,),
+            weighting=Weighting(),
+            samples=None,
+            trimmed=False,
+            choice=None,
         )
 
     @property
@@ -145,7 +171,9 @@ class StepProgram(StageProgram):
                 "(0 * output.sum())"
             )
             raise RuntimeError(msg)
-        return (None if any(skipped) else merge_outputs(outputs, sizes, weighting.loss)), logs
+        if any(skipped):
+            return None, logs
+        return merge_outputs(outputs, sizes, weighting.loss, self.call.samples), logs
 
     @override
     def signature(self, micro_batch: int) -> Hashable:

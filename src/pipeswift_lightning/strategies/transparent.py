@@ -31,7 +31,7 @@ from pipeswift_lightning.strategies.hugging_face import returned
 from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained
 from pipeswift_lightning.strategies.options import PipelineOptions
-from pipeswift_lightning.strategies.stages import choose_partition
+from pipeswift_lightning.strategies.stages import choose_partition, fixed_partition
 
 __all__ = ["TransparentNetworks"]
 
@@ -115,6 +115,8 @@ class TransparentNetworks:
             if id(parameter) not in pipelined:
                 parameter.data = parameter.data.to(self.device)
         self._watch()
+        if self._options.costs is not None:
+            rank_zero_warn("pipeswift: costs= plans no steps that every rank runs whole; unused.")
         names = ", ".join(network.name for network in self._networks.values()) or "nothing"
         rank_zero_info(
             f"pipeswift: every rank runs the whole step (transparent mode), since {why}. "
@@ -186,11 +188,12 @@ class TransparentNetworks:
         """Divide a network among the stages."""
         assert self.share is not None
         network = self._networks[collective]
-        wanted = self._options.partition
+        options, wanted = self._options, self._options.partition
         if wanted is not None and sum(wanted) != trace.num_layers and len(self._networks) > 1:
-            wanted = None  # it is another network's
+            options = replace(options, partition=None)  # it is another network's
         num_stages = self.groups.mesh.num_stages
-        partition = choose_partition(self.module, network, trace, wanted, num_stages)
+        fixed = fixed_partition(options, None, trace.num_layers, num_stages)
+        partition = choose_partition(self.module, network, trace, fixed, num_stages)
         stage = self.groups.coordinate.stage
         layers = partition.ranges[stage]
         own_layers = trace.order[layers.start : layers.stop]

@@ -1,0 +1,149 @@
+"""Measure the layers' costs at the first batch, and keep them beside the checkpoints."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pipeswift_lightning.plan.cost_model import CostModel
+from pipeswift_lightning.plan.costs import Link
+from pipeswift_lightning.plan.profile import CostProfile
+from pipeswift_lightning.runtime.mesh import MeshGroups
+from pipeswift_lightning.runtime.packed import PackedBatch
+from pipeswift_lightning.runtime.profiler import (
+    ProfileOptions,
+    Subject,
+    example_micro_batches,
+    origin_of,
+    profile_network,
+    read_profile,
+    shape_of,
+    shared_link,
+    write_profile,
+)
+from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.runtime.transport import C10dTransport
+from pipeswift_lightning.strategies.cost_source import read_costs
+from pipeswift_lightning.strategies.module_state import unchanged
+from pipeswift_lightning.strategies.network import PipelinedNetwork
+from pipeswift_lightning.strategies.records import recorded
+from pipeswift_lightning.strategies.step import StepCall
+
+__all__ = ["CostSource", "cost_path", "measured_costs"]
+
+MEASURE = "measure"
+COST_FILE = "pipeswift_costs.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CostSource:
+    """Gives a run its costs, before the module is cut.
+
+    Args:
+        module: The user's module.
+        network: Its network.
+        groups: Of the mesh.
+        laid_aside: While it is entered, layers are not intercepted.
+    """
+
+    module: LightningModule
+    network: PipelinedNetwork
+    groups: MeshGroups
+    laid_aside: Callable[[], AbstractContextManager[None]]
+
+    def reader(
+        self, costs: str, trace: StepTrace, call: StepCall, device: torch.device
+    ) -> Callable[[], CostModel]:
+        """Return what reads or measures the costs on one rank; a collective of the pipeline.
+
+        Args:
+            costs: A file, or ``"measure"``.
+            trace: The order of the layers.
+            call: The first step.
+            device: Where layers run.
+        """
+        if costs != MEASURE:
+            return partial(read_costs, costs, trace.num_layers)
+        transport = C10dTransport(self.groups, device)
+        link = shared_link(transport, self.groups.mesh.num_stages, self.groups.pipeline)
+
+        def measure() -> CostModel:
+            with self.laid_aside():
+                return measured_costs(self.module, self.network, trace, call, device, link)
+
+        return measure
+
+
+def cost_path(trainer: Trainer) -> Path:
+    """Return where a run keeps its costs: beside its checkpoints, else in its folder."""
+    folders = [getattr(callback, "dirpath", None) for callback in _callbacks(trainer)]
+    return Path(next((f for f in folders if f), trainer.default_root_dir)) / COST_FILE
+
+
+def _callbacks(trainer: Trainer) -> list[Any]:
+    return list(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def measured_costs(
+    module: LightningModule,
+    network: PipelinedNetwork,
+    trace: StepTrace,
+    call: StepCall,
+    device: torch.device,
+    link: Link | None,
+) -> CostModel:
+    """Return the costs of a run's file, if they are of this network on this device; else measure.
+
+    The module is whole, and its layers are not intercepted. All is left as it was.
+
+    Args:
+        module: The user's module.
+        network: Its network.
+        trace: The order of the layers.
+        call: The first step; micro-batches of several shapes are cut out of its batch.
+        device: Where layers run.
+        link: What was measured between stages.
+    """
+
+    def run(batch: Any) -> Any:
+        with recorded(module), call.context():
+            return call.bound(module, batch)()
+
+    path = cost_path(module.trainer)
+    settings = {"hook": call.hook, "precision": str(module.trainer.precision)}
+    options = ProfileOptions(settings=settings)
+    origin = origin_of(module, network.layers, device, settings)
+    found: CostProfile | None = read_profile(path, origin)
+    if found is not None:
+        return found.model()
+    # Sanity checks come first, without gradients: costs are of training all the same.
+    with torch.inference_mode(mode=False), torch.enable_grad(), unchanged(module):
+        subject = Subject(module, network.layers, run, device, trace, network.module)
+        micro_batches, shapes = _examples(call)
+        clones = tree_map_only(Tensor, torch.clone, micro_batches)
+        profile = profile_network(subject, clones, shapes=shapes, options=options)
+    profile = profile.with_link(link)
+    write_profile(profile, path)
+    return profile.model()
+
+
+def _examples(call: StepCall) -> tuple[list[Any], list[tuple[int, int]]]:
+    if not isinstance(call.source, PackedBatch):
+        examples = example_micro_batches(call.batch)
+        return examples, [shape_of(example) for example in examples]
+    # A row of samples costs what its tokens and the squares of their lengths say.
+    lengths = call.source.lengths
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    parts = [order[:1], order[-1:], order[: len(order) // 2], order[len(order) // 2 :], order]
+    used = [part for part in parts if part]
+    shapes = [
+        (len(part), max(1, round(sum(lengths[i] for i in part) / len(part)))) for part in used
+    ]
+    return [call.source.select(part) for part in used], shapes

@@ -1,0 +1,193 @@
+"""Steps that costs have planned, against plain Lightning: every kind of plan trains the same."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch import Callback, LightningModule
+
+from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.plan.costs import CostError
+from pipeswift_lightning.strategies import planning
+from pipeswift_lightning.strategies.options import OptionError
+from tests.helpers.networks import Padded
+from tests.helpers.parity import TOLERANCE, Failures, Outcome, compare, fit, lone_trainer, plain
+from tests.helpers.planned import (
+    Packed,
+    PaddingCounts,
+    Returning,
+    Sessions,
+    Tokens,
+    costs,
+    loader,
+    packed,
+    quick_choice,
+    random_choice,
+    token_rows,
+)
+
+tokens = partial(loader, token_rows)
+BY_TOKENS = {"loss": "per_sample", "loss_weight": "tokens"}
+NOW = {"loss": "per_sample"}
+
+Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "found": (Padded, loader, {}, {}),
+    "from the start": (Padded, loader, NOW, {}),
+    "gpipe": (Padded, loader, {**NOW, "schedule": "gpipe"}, {}),
+    "deep": (Padded, loader, {**NOW, "schedule": "1f1b", "warm_up": 2.0}, {}),
+    "told number": (Padded, loader, {**NOW, "micro_batches": 3}, {}),
+    "told sizes": (Padded, loader, {**NOW, "micro_batches": [3, 3, 2]}, {}),
+    "uniform": (Padded, loader, {**NOW, "partition": "uniform"}, {}),
+    "told layers": (Padded, loader, {**NOW, "partition": [1, 3]}, {}),
+    "memory": (Padded, loader, {**NOW, "memory_limit": 8e3}, {}),
+    "all padding": (Padded, loader, {**NOW, "trim": False}, {}),
+    "trimming is told": (Padded, loader, {**NOW, "trim": True}, {}),
+    "padding counts": (PaddingCounts, loader, NOW, {}),
+    "sessions": (Sessions, loader, NOW, {}),
+    "tokens": (Tokens, tokens, {}, {}),
+    "tokens, told": (Tokens, tokens, BY_TOKENS, {}),
+    "own loss": (lambda: Tokens(own_loss=True), tokens, {}, {}),
+    "packed": (Packed, packed, {}, {}),
+    "packed, told": (Packed, packed, BY_TOKENS, {}),
+    "accumulated": (Padded, loader, NOW, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
+    "returned": (Returning, loader, NOW, {}),
+}
+
+
+PLAIN: dict[Any, Outcome] = {}
+
+
+@pytest.fixture(scope="module")
+def cost_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    path.write_text(costs().to_json())
+    return path
+
+
+def check(failures: Failures, name: str, case: Case, path: Path | str, **more: Any) -> None:
+    module, data, options, trainer = case
+    trainer = {"max_epochs": 2 if options.get("loss") is None else 1, **trainer}
+    key = (module, data, str({**trainer, "default_root_dir": None}))
+    if key not in PLAIN:
+        PLAIN[key] = plain(module, data, **trainer)
+    strategy = {"costs": path, **options, **more}
+    compare(failures, name, module, data, strategy, PLAIN[key], **trainer)
+
+
+@pytest.mark.world_size(2, deadline_s=240)
+def test_every_kind_of_plan_equals_one_device(cost_file: Path) -> None:
+    failures = Failures()
+    planning.choose_plan = quick_choice
+    for name, case in CASES.items():
+        check(failures, name, case, cost_file)
+    for seed in range(4):
+        planning.choose_plan = partial(random_choice, seed=seed)
+        check(failures, f"random {seed}", CASES["from the start"], cost_file)
+    check(failures, "random, packed", CASES["packed, told"], cost_file)
+    for name in ("from the start", "packed, told"):
+        folder = cost_file.parent / name
+        module, data, options, _ = CASES[name]
+        for again in ("measured", "from the file of before"):
+            case = module, data, options, {"default_root_dir": folder}
+            check(failures, f"{name}, {again}", case, "measure")
+        assert (folder / "pipeswift_costs.json").exists()
+    failures.check()
+
+
+@pytest.mark.world_size(4, deadline_s=240)
+def test_plans_of_four_stages_and_of_replicas(cost_file: Path) -> None:
+    failures = Failures()
+    planning.choose_plan = quick_choice
+    for name in ("from the start", "packed, told"):
+        check(failures, f"{name}, 4 stages", CASES[name], cost_file)
+    module, data = Padded, partial(loader, num=32)
+    strategy = {**NOW, "stages": 2}  # without costs; other tests compare that with DDP
+    want = fit(module, data, PipeSwiftStrategy(**strategy), max_epochs=1)
+    compare(
+        failures, "replicas", module, data, {**strategy, "costs": cost_file}, want, max_epochs=1
+    )
+    failures.check()
+
+
+class Seen(Padded):
+    """Notes the shapes that its network sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+        self.model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, _: Any, args: Any, kwargs: Any) -> None:
+        self.shapes.append(tuple(args[0].shape))
+
+
+def fit_alone(
+    module: LightningModule, strategy: Any, data: Any, steps: int = 2, **options: Any
+) -> None:
+    torch.manual_seed(0)
+    trainer = lone_trainer(
+        strategy, max_steps=steps, precision="64-true", num_sanity_val_steps=0, **options
+    )
+    trainer.fit(module, data)
+
+
+def test_padding_is_cut_off_in_micro_batches_of_unequal_sizes(cost_file: Path) -> None:
+    module = Seen()
+    strategy = PipeSwiftStrategy(costs=cost_file, micro_batches=4, loss="per_sample", trim=True)
+    record: list[dict[str, Any]] = []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            record.append(trainer.strategy.session.planner.record())
+
+    fit_alone(module, strategy, loader(num=8), 1, callbacks=[Record()])
+    assert sorted(i for part in record[0]["micro_batches"] for i in part) == list(range(8))
+    assert sorted({shape[1] for shape in module.shapes}) != [8], module.shapes
+    assert len({shape[1] for shape in module.shapes}) > 1
+    assert sum(shape[0] for shape in module.shapes[-4:]) == 8
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**31))
+def test_any_plan_trains_as_plain_lightning_does(cost_file: Path, seed: int) -> None:
+    found = []
+    for strategy in (
+        "auto",
+        PipeSwiftStrategy(costs=cost_file, micro_batches=4, loss="per_sample"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planning, "choose_plan", partial(random_choice, seed=seed))
+            module = Padded()
+            fit_alone(module, strategy, loader(num=16))
+        found.append(dict(module.named_parameters()))
+    for name, parameter in found[0].items():
+        assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name
+
+
+def test_costs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for text, problem in (
+        (None, "cannot be read"),
+        ("{}", "is no cost model"),
+        (costs(3).to_json(), "has 3 layers, but a step calls 4"),
+    ):
+        path = tmp_path / "costs.json"
+        if text is not None:
+            path.write_text(text)
+        strategy = PipeSwiftStrategy(costs=path, micro_batches=2)
+        with pytest.raises(CostError, match=rf"(?s){problem}.* Rule: .* Remedy: "):
+            fit_alone(Padded(), strategy, loader(num=4), steps=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"partition": "halves"}, {"trim": "never"}, {"memory_limit": 0}, {"memory_limit": [1, 0]}],
+)
+def test_options_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r" is not allowed. Rule: "):
+        PipeSwiftStrategy(**wrong)
