@@ -198,7 +198,7 @@ class PipeSwiftStrategy(ObservedStrategy):
             self._watch.progress,
             self,
         )
-        self._steps = StepRunner(self._session, self.options)
+        self._steps = StepRunner(self._session, self.options, self._assembly)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)
