@@ -31,7 +31,7 @@ class TimelineTrace(Callback):
     an arrow from the computation that made a message to the one that used it.
 
     The other ranks wait while rank 0 draws: about a second for 4 stages. With replicas, the first
-    is drawn. On a GPU the times are the host's.
+    is drawn. Steps that every rank runs whole follow no schedule, so nothing is predicted of them.
 
     Args:
         every_n_steps: Batches between two pictures.
@@ -73,17 +73,19 @@ class TimelineTrace(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pipeline = self._pipeline
-        if pipeline is None or (plan := pipeline.plan) is None:
+        if pipeline is None:
             return
         self._num_steps += 1
         if self._num_steps % self.every_n_steps:
             return
-        timeline = pipeline.timeline()
+        timeline, plan = pipeline.timeline(), pipeline.plan
         if trainer.is_global_zero:
-            self._draw(trainer, timeline, plan.schedule)
+            self._draw(trainer, timeline, None if plan is None else plan.schedule)
 
-    def _draw(self, trainer: Trainer, timeline: Timeline, schedule: Schedule) -> None:
-        panels = (Panel("measured", timeline), Panel("predicted", _predicted(timeline, schedule)))
+    def _draw(self, trainer: Trainer, timeline: Timeline, schedule: Schedule | None) -> None:
+        panels = [Panel("measured", timeline)]
+        if schedule is not None:
+            panels.append(Panel("predicted", _predicted(timeline, schedule)))
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = self._folder / f"step_{self._num_steps:06}"
         title = f"{type(trainer.lightning_module).__name__}, step {self._num_steps}"
