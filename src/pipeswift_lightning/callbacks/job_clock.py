@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, Timer
 
 from pipeswift_lightning.callbacks.job_account import JobAccount, Part
-from pipeswift_lightning.callbacks.job_times import process_age_s
+from pipeswift_lightning.callbacks.job_times import job_age_s, note_job_end
 from pipeswift_lightning.callbacks.topology_checkpoint import TopologyCheckpoint
 from pipeswift_lightning.strategies.action_listener import ActionListener
 
@@ -29,8 +29,9 @@ class JobClock:
     """
 
     def __init__(self) -> None:
-        self._born_s = time.monotonic() - process_age_s()
-        self.started = time.time() - process_age_s()
+        age_s = job_age_s()
+        self._born_s = time.monotonic() - age_s
+        self.started = time.time() - age_s
         self.account = JobAccount(self._born_s)
         self.assembly: dict[str, float] = {}
         self._listener = ActionListener(self._action_started, self._action_stopped)
@@ -55,8 +56,9 @@ class JobClock:
         self.assembly["groups"] = groups_s
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Listen no more: the job is over."""
         self._listener.remove()
+        note_job_end()
 
     def mark(self, name: str) -> None:
         """Put the time since the last mark down to a part of assembly."""

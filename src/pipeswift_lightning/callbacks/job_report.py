@@ -42,7 +42,7 @@ class JobReport(Callback):
       (imports, configuration), the process groups (and the wait for the other processes), the
       model and data (``build``), the checkpoint that is resumed (``load``), Lightning's sanity
       check and the first batch; and, of the first step, what the strategy needs to ``profile`` and
-      ``plan``. One process, one ``fit``: a second one counts the first as its assembly;
+      ``plan``. A second job in the same process begins where the first one ends;
     * *training* is the steps and the waits for their batches;
     * *repeated* is the steps that an earlier attempt had done after the checkpoint that this one
       resumed. ``progress.json`` says how far a job has come; a checkpoint says where that file is;

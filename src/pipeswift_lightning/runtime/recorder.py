@@ -40,8 +40,9 @@ class StepRecord:
         return tuple(self._events)
 
     def _seconds(self, instant: Instant) -> float:
-        if self._clock is None or isinstance(instant, float):
-            return instant  # type: ignore[return-value] -- without a clock they are seconds
+        if isinstance(instant, float):
+            return instant
+        assert self._clock is not None
         return self._clock.seconds(instant)
 
 
