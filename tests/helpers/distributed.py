@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 _SKIPPED = 77  # the exit code of a rank whose test body skips itself
 AFTER_FAILURE_S = 2.0  # time for the other ranks to fail as well, or to be caught hanging
 

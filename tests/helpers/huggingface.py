@@ -1,8 +1,7 @@
 """Tiny random Hugging Face models within plain LightningModules, and batches for them."""
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -13,6 +12,7 @@ import transformers
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
@@ -34,27 +34,32 @@ SMALL = {
 }
 
 
-@contextmanager
-def in_double() -> Iterator[None]:
+class InDouble(TorchFunctionMode):
     """Make models that cast to float32 (in norms, softmax and losses) stay in float64.
 
-    Sums of float32 depend on how a batch is split, by more than the tests allow.
+    Sums of float32 depend on how a batch is split, by more than the tests allow. Only calls of this
+    thread are changed, so a checkpoint that another thread is writing is none of them.
     """
-    kept = torch.float32, Tensor.float
-    torch.float32, Tensor.float = torch.float64, Tensor.double
-    try:
-        yield
-    finally:
-        torch.float32, Tensor.float = kept
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        func = Tensor.double if func is Tensor.float else func
+        given = {k: _doubled(v) for k, v in (kwargs or {}).items()}
+        return func(*map(_doubled, args), **given)
+
+
+def _doubled(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def made_double(model: nn.Module) -> nn.Module:
-    """Run a model's forward `in_double`."""
+    """Run a model's forward `InDouble`."""
     forward = model.forward
 
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with in_double():
+        with InDouble():
             return forward(*args, **kwargs)
 
     model.forward = wrapped
@@ -144,7 +149,7 @@ def gpt2() -> nn.Module:
 
 
 def checkpointed() -> nn.Module:
-    """Recomputes its blocks in the backward pass, which `in_double` does not reach."""
+    """Recomputes its blocks in the backward pass, which `InDouble` does not reach."""
     model = causal("Llama")
     del model.forward
     model.gradient_checkpointing_enable()
@@ -156,8 +161,10 @@ CAUSAL: dict[str, Callable[[], nn.Module]] = {
     "Llama, tied": lambda: causal("Llama", tie_word_embeddings=True),
     "Llama, checkpointed": checkpointed,
     "Llama, eager": lambda: causal("Llama", attn_implementation="eager"),
+    "Qwen2": lambda: causal("Qwen2"),
     "Qwen3": lambda: causal("Qwen3", tie_word_embeddings=True),
     "Mistral": lambda: causal("Mistral", sliding_window=4),
+    "Gemma": lambda: causal("Gemma"),
     "Gemma2": lambda: causal("Gemma2", sliding_window=4, query_pre_attn_scalar=4),
     "Gemma3": lambda: causal("Gemma3Text", sliding_window=4, query_pre_attn_scalar=4),
     "GPT-2": gpt2,

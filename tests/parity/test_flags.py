@@ -173,7 +173,7 @@ class OverridesHooks(Regression):
 
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]
 FLAGS: dict[str, Case] = {
-    "accumulate": (language, token_loaders, {"accumulate_grad_batches": 3}),
+    "accumulate": (language, token_loaders, {"accumulate_grad_batches": 3, "max_epochs": 3}),
     "accumulate, validate between": (
         language,
         token_loaders,
@@ -182,7 +182,10 @@ FLAGS: dict[str, Case] = {
     "accumulate by schedule": (
         regression,
         vector_loaders,
-        {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 5})]},
+        {
+            "max_epochs": 3,
+            "callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 5})],
+        },
     ),
     "clip by norm": (language, token_loaders, {"gradient_clip_val": 0.05}),
     "clip by value": (
@@ -218,7 +221,11 @@ FLAGS: dict[str, Case] = {
     "reloaded": (regression, vector_loaders, {"reload_dataloaders_every_n_epochs": 1}),
     "anomaly detection": (regression, vector_loaders, {"detect_anomaly": True}),
     "no inference mode": (regression, vector_loaders, {"inference_mode": False}),
-    "groups": (Groups, vector_loaders, {"callbacks": lambda: [LearningRateMonitor()]}),
+    "groups": (
+        Groups,
+        vector_loaders,
+        {"max_epochs": 3, "callbacks": lambda: [LearningRateMonitor()]},
+    ),
     "nothing to train at the end": (FrozenEnd, vector_loaders, {"gradient_clip_val": 0.05}),
     "nothing to train at the start": (FrozenStart, vector_loaders, {"gradient_clip_val": 0.05}),
     "thaws later": (ThawsLater, vector_loaders, {}),
@@ -233,7 +240,7 @@ FLAGS: dict[str, Case] = {
 def test_flags_on_two_stages() -> None:
     failures = Failures()
     for name, (module, data, options) in FLAGS.items():
-        options = {"max_epochs": 4, **options}
+        options = {"max_epochs": 2, **options}
         want = plain(module, data, **options)
         compare(failures, name, module, data, {"micro_batches": 3}, want, **options)
     failures.check()
@@ -281,7 +288,7 @@ def _predict(strategy: Any) -> Any:
     )
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_predictions_come_in_order_to_every_rank_and_its_writer() -> None:
     want = on_rank_zero(lambda: _predict("auto"))
     got = _predict(PipeSwiftStrategy(micro_batches=[1, 3, 2]))
@@ -319,7 +326,7 @@ def _written(strategy: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_files_on_disk_are_those_of_one_device(tmp_path: Path) -> None:
     want = on_rank_zero(lambda: _written("auto", tmp_path / "plain"))
     got = _written(PipeSwiftStrategy(micro_batches=3), tmp_path / "pipeline")
@@ -350,7 +357,7 @@ class BarText(Callback):
         )
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 @pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
 def test_progress_bars_show_the_same(bar: Any) -> None:
     def shown(strategy: Any) -> list[dict[str, Any]]:
@@ -372,7 +379,7 @@ def test_progress_bars_show_the_same(bar: Any) -> None:
         )
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_limits_of_time_and_debugging_runs_end_all_ranks_alike() -> None:
     for options in (
         {"fast_dev_run": 2},

@@ -67,10 +67,16 @@ GALLERY: dict[str, Case] = {
 }
 
 
-def _check(stages: int) -> None:
+# What does not depend on where the cuts are is shown on two stages.
+ANY_CUT = {"recomputing inside", "the module itself", "configure_model", "two validation sets"}
+
+
+def _check(stages: int, left_out: set[str]) -> None:
     failures = Failures()
     for name, (module, data, given) in GALLERY.items():
-        options: dict[str, Any] = {"max_epochs": 4, **given}
+        if name in left_out:
+            continue
+        options: dict[str, Any] = {"max_epochs": 2, **given}
         loss = "per_sample" if stages == 2 else "auto"
         network = options.pop("network", None)
         strategy = {"micro_batches": 3, "network": network, "loss": loss}
@@ -79,18 +85,18 @@ def _check(stages: int) -> None:
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_two_stages() -> None:
-    _check(2)
+    _check(2, set())
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_four_stages() -> None:
-    _check(4)
+    _check(4, ANY_CUT)
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_recomputed_layers_drop_what_they_dropped_before() -> None:
     class Kept(Recomputing):
         def forward(self, ids: Tensor) -> Tensor:
@@ -105,7 +111,7 @@ def test_recomputed_layers_drop_what_they_dropped_before() -> None:
     assert differences(got, want) == []
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_reentrant_checkpoint_on_a_cut_is_refused() -> None:
     def module() -> LightningModule:
         return Language(Recomputing(reentrant=True))

@@ -205,11 +205,11 @@ EXACT = {
 }
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_as_on_one_device() -> None:
     failures = []
     for name, case in EXACT.items():
-        options = {"max_epochs": 3, "callbacks": case.callbacks}
+        options = {"max_epochs": 2, "callbacks": case.callbacks}
         expected = plain(case.module, loaders, **options)
         actual = fit(case.module, loaders, PipeSwiftStrategy(micro_batches=3), **options)
         failures += [f"{name}: {line}" for line in differences(actual, expected)]
@@ -217,7 +217,7 @@ def test_as_on_one_device() -> None:
 
 
 @pytest.mark.parametrize("loss", ["auto", "per_sample"])
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_draws_outside_torch_agree_on_all_stages(loss: str) -> None:
     strategy = PipeSwiftStrategy(micro_batches=3, loss=loss)
     losses = fit(MixesUp, loaders, strategy, max_epochs=2).losses
@@ -237,14 +237,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*")
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_refused_with_the_reason(name: str) -> None:
     module, text = REFUSED[name]
     with pytest.raises(Exception, match=text):
         fit(module, loaders, PipeSwiftStrategy(micro_batches=3), max_epochs=1)
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_callbacks_that_need_all_parameters_are_refused() -> None:
     options = {"max_epochs": 1, "callbacks": lambda: [Finetune()]}
     with pytest.raises(Exception, match=r"the callback Finetune .* each stage holds only its own"):

@@ -16,7 +16,7 @@ from pipeswift_lightning.callbacks import TopologyCheckpoint
 from tests.helpers import huggingface as hf
 from tests.helpers.parity import Failures, Outcome, compare, differences, fit, on_rank_zero, plain
 
-EPOCHS = 4  # of 4 batches
+EPOCHS = 2  # of 4 batches
 
 
 def _module(name: str) -> Callable[[], LightningModule]:
@@ -55,6 +55,46 @@ def test_models_on_two_stages() -> None:
             "LoRA, last layer": {},
         }
     )
+
+
+FAMILIES = ("Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Llama, eager", "Qwen2VL", "Qwen2_5_VL")
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2, deadline_s=180)
+def test_every_family_on_two_stages() -> None:
+    failures = Failures()
+    strategy = {"micro_batches": 3, "loss": "per_sample", "loss_weight": "tokens"}
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": 1}
+    for name in FAMILIES:
+        module, loaders = _module(name), hf.ALL[name][1]
+        want = plain(module, loaders, **options)
+        compare(failures, name, module, loaders, strategy, want, **options)
+    failures.check()
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2, deadline_s=120)
+def test_whole_steps_run_any_model_on_two_stages() -> None:
+    failures = Failures()
+    options: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1}
+    for name in ("Llama, tied", "BERT, masked", "ViT"):
+        module, loaders = _module(name), hf.ALL[name][1]
+        want = plain(module, loaders, **options)
+        strategy = {"micro_batches": 3, "loss": "transparent"}
+        compare(failures, name, module, loaders, strategy, want, **options)
+    failures.check()
+
+
+@pytest.mark.world_size(1, deadline_s=120)
+def test_models_on_one_stage() -> None:
+    failures = Failures()
+    for name, loss in (("GPT-2", "auto"), ("ViT", "auto"), ("Gemma3", "transparent")):
+        module, loaders = _module(name), hf.ALL[name][1]
+        want = plain(module, loaders, max_epochs=EPOCHS)
+        strategy = {"micro_batches": 3, "loss": loss}
+        compare(failures, name, module, loaders, strategy, want, max_epochs=EPOCHS)
+    failures.check()
 
 
 @pytest.mark.slow

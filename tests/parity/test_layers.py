@@ -57,7 +57,7 @@ def counted(**options: Any) -> tuple[Any, list[int]]:
     return outcome, [sum(calls.get(i, 0) for calls in every) for i in range(4)]
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_recomputing_changes_nothing_but_the_work() -> None:
     """The stages hold two blocks each."""
     failures = Failures()
@@ -76,7 +76,7 @@ def test_recomputing_changes_nothing_but_the_work() -> None:
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_recomputing_counts_no_sample_twice_in_running_statistics() -> None:
     def normed() -> Regression:
         linear, norm = partial(nn.Linear, WIDTH, WIDTH), partial(nn.BatchNorm1d, WIDTH)
@@ -91,7 +91,7 @@ def test_recomputing_counts_no_sample_twice_in_running_statistics() -> None:
     assert not differences(got, want, tolerance=0.0)
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_list_of_the_wrong_length_is_refused() -> None:
     strategy = PipeSwiftStrategy(recompute=[1, 2, 3])
     trainer = make_trainer(strategy, max_epochs=1)
@@ -99,7 +99,7 @@ def test_a_list_of_the_wrong_length_is_refused() -> None:
         trainer.fit(module(), loader(tokens))
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_compiled_layers_compute_the_same() -> None:
     failures = Failures()
     # Dropout is left out: a compiled one draws other numbers.
@@ -111,7 +111,7 @@ def test_compiled_layers_compute_the_same() -> None:
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=40)
+@pytest.mark.world_size(2, deadline_s=120)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_network_that_is_compiled_already_is_refused(whole: bool) -> None:
     module = Regression(stack())

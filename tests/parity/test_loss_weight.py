@@ -122,7 +122,7 @@ CASES: dict[str, Case] = {
 def test_token_means_equal_one_device_and_data_parallel() -> None:
     failures = Failures()
     for name, (module, labels, options) in CASES.items():
-        want = plain(module, lambda labels=labels: loaders(labels), max_epochs=4)
+        want = plain(module, lambda labels=labels: loaders(labels), max_epochs=3)
         strategy = {"micro_batches": [3, 3, 2], **options}
         compare(
             failures,
@@ -131,12 +131,12 @@ def test_token_means_equal_one_device_and_data_parallel() -> None:
             lambda labels=labels: loaders(labels),
             strategy,
             want,
-            max_epochs=4,
+            max_epochs=3,
         )
     module = CASES["found, shifted"][0]
-    want = fit(module, loaders, DDPStrategy(process_group_backend="gloo"), max_epochs=8)
+    want = fit(module, loaders, DDPStrategy(process_group_backend="gloo"), max_epochs=5)
     strategy = {"micro_batches": 3, "stages": 1}
-    compare(failures, "replicas", module, loaders, strategy, want, max_epochs=8)
+    compare(failures, "replicas", module, loaders, strategy, want, max_epochs=5)
     failures.check()
 
 

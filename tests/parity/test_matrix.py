@@ -40,7 +40,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 # A batch of 8, and of 5 at the end of an epoch: equal, not divisible, and named one by one.
 SPLITS: dict[str, Any] = {"equal": 4, "uneven": 3, "sizes": [1, 4, 3]}
-EPOCHS = 4  # of 5 batches: 20 steps
+LENGTH: dict[str, Any] = {"max_epochs": 4, "max_steps": 16}  # of 5 batches an epoch
 
 
 def combinations() -> Iterator[tuple[str, str, str]]:
@@ -52,20 +52,20 @@ def combinations() -> Iterator[tuple[str, str, str]]:
 
 def _against_plain(stages: int) -> None:
     failures = Failures()
-    wanted = {n: plain(*style, max_epochs=EPOCHS) for n, style in STYLES.items()}
+    wanted = {n: plain(*style, **LENGTH) for n, style in STYLES.items()}
     for style, schedule, split in combinations():
         strategy = {**SCHEDULES[schedule], "micro_batches": SPLITS[split], "stages": stages}
         name = f"{style}, {schedule}, {split}, {stages} stages"
-        compare(failures, name, *STYLES[style], strategy, wanted[style], max_epochs=EPOCHS)
+        compare(failures, name, *STYLES[style], strategy, wanted[style], **LENGTH)
     failures.check()
 
 
-@pytest.mark.world_size(1, deadline_s=60)
+@pytest.mark.world_size(1, deadline_s=120)
 def test_one_stage() -> None:
     _against_plain(1)
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_two_stages() -> None:
     _against_plain(2)
 
@@ -76,12 +76,12 @@ def test_four_stages() -> None:
     _against_plain(4)
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_second_run_is_bit_identical() -> None:
     failures = Failures()
     for style in STYLES:
         strategy = {"micro_batches": 3, "warm_up": 2.0, "loss": "per_sample"}
-        runs = [fit(*STYLES[style], PipeSwiftStrategy(**strategy), max_epochs=2) for _ in "ab"]
+        runs = [fit(*STYLES[style], PipeSwiftStrategy(**strategy), max_epochs=1) for _ in "ab"]
         failures.add(style, differences(*runs, tolerance=0.0))
     failures.check()
 
@@ -99,7 +99,7 @@ def _ddp(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("ddp")
-    run_ranks(_ddp, 2, {"folder": folder}, deadline_s=60)
+    run_ranks(_ddp, 2, {"folder": folder}, deadline_s=120)
     return folder
 
 
@@ -118,12 +118,12 @@ def _against_ddp(folder: Path, stages: int, names: set[str]) -> None:
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_one_stage_two_replicas(ddp: Path) -> None:
     _against_ddp(ddp, 1, {"sequential", "chain"})
 
 
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_two_stages_two_replicas(ddp: Path) -> None:
     _against_ddp(ddp, 2, {*STYLES})
 

@@ -56,12 +56,13 @@ NETWORKS: dict[str, Case] = {
     "dataclasses": (lambda: Nested(stack()), loaders(vectors, collate_fn=nest), {}),
     "a layer not called": (lambda: Regression(Partial()), loaders(vectors), {}),
 }
+AT_ONCE = ["tied by use", "padding of any length", "parameter in the loss", "dataclasses"]
 TIED = NETWORKS["tied by use"][:2]
 TRAINING: dict[str, Case] = {
     "frozen start": (lambda: Frozen(Transformer(), 1), loaders(tokens), {}),
     "frozen stages": (lambda: Frozen(Transformer(), 3), loaders(tokens), {}),
     "parameter groups": (lambda: Grouped(Transformer(tied="module")), loaders(tokens), {}),
-    "accumulation": (*TIED, {"accumulate_grad_batches": 3, "max_epochs": 9}),
+    "accumulation": (*TIED, {"accumulate_grad_batches": 3, "max_epochs": 4}),
     "clip by norm": (*TIED, {"gradient_clip_val": 0.05}),
     "clip by value": (
         *TIED,
@@ -69,7 +70,7 @@ TRAINING: dict[str, Case] = {
     ),
     "clip and accumulate": (
         *NETWORKS["tied modules"][:2],
-        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 6},
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 3},
     ),
     "shuffled, clipped": (
         NETWORKS["tied by use"][0],
@@ -78,12 +79,13 @@ TRAINING: dict[str, Case] = {
     ),
     "clip, frozen": (lambda: Frozen(Transformer(), 3), loaders(tokens), {"gradient_clip_val": 0.1}),
 }
+ON_MIDDLE_STAGES = ["frozen stages", "parameter groups", "clip and accumulate", "clip, frozen"]
 
 
 def _check(cases: dict[str, Case], stages: int) -> None:
     failures = Failures()
     for name, (module, data, options) in cases.items():
-        options = {"max_epochs": 4, **options}
+        options = {"max_epochs": 2, **options}
         want = plain(module, data, **options)
         loss = "per_sample" if stages == 2 else "auto"
         strategy = {"stages": stages, "micro_batches": 3, "loss": loss}
@@ -91,31 +93,31 @@ def _check(cases: dict[str, Case], stages: int) -> None:
     failures.check()
 
 
-@pytest.mark.world_size(1, deadline_s=60)
+@pytest.mark.world_size(1, deadline_s=120)
 def test_networks_on_one_stage() -> None:
-    _check(NETWORKS, 1)
+    _check({name: NETWORKS[name] for name in AT_ONCE}, 1)  # nothing is cut
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_networks_on_two_stages() -> None:
     _check(NETWORKS, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_networks_on_four_stages() -> None:
     _check(NETWORKS, 4)
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_training_on_two_stages() -> None:
     _check(TRAINING, 2)
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_training_on_four_stages() -> None:
-    _check(TRAINING, 4)
+    _check({name: TRAINING[name] for name in ON_MIDDLE_STAGES}, 4)
 
 
 # -- data parallel ----------------------------------------------------------------------------
@@ -124,7 +126,7 @@ REPLICATED = ["accumulation", "clip by norm", "clip and accumulate", "shuffled, 
 
 
 def _options(name: str) -> dict[str, Any]:
-    return {"max_epochs": 6, **TRAINING[name][2]}
+    return {"max_epochs": 4, **TRAINING[name][2]}
 
 
 def _ddp(folder: Path) -> None:
@@ -137,11 +139,11 @@ def _ddp(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("ddp")
-    run_ranks(_ddp, 2, {"folder": folder}, deadline_s=60)
+    run_ranks(_ddp, 2, {"folder": folder}, deadline_s=120)
     return folder
 
 
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_training_on_two_stages_and_two_replicas(ddp: Path) -> None:
     failures = Failures()
     for name in REPLICATED:

@@ -59,14 +59,14 @@ class Case:
 
 
 CASES = {
-    "manual": Case(Manual, {"micro_batches": [3, 1, 4]}, {"max_epochs": 8}),
+    "manual": Case(Manual, {"micro_batches": [3, 1, 4]}, {"max_epochs": 4}),
     "gan": Case(Gan, {"micro_batches": 3}),
     "gan, small discriminator": Case(lambda: Gan(1), {"micro_batches": 3, "recompute": 1}),
     "gan, one graph": Case(CarelessGan, {"micro_batches": 2}),
     "siamese": Case(
         lambda: Siamese(recompute=True),
         {"micro_batches": 3},
-        {"accumulate_grad_batches": 2, "max_epochs": 8, "num_sanity_val_steps": 1},
+        {"accumulate_grad_batches": 2, "max_epochs": 4, "num_sanity_val_steps": 1},
     ),
     "twice only later": Case(LateTwice, {"micro_batches": 3}),
     "teacher": Case(MeanTeacher, {"network": ["student", "teacher"], "micro_batches": 3}),
@@ -83,19 +83,19 @@ def _check(names: Any) -> None:
     failures = Failures()
     for name in names:
         case = CASES[name]
-        options = {"max_epochs": 4, **case.trainer}
+        options = {"max_epochs": 2, **case.trainer}
         want = plain(case.module, two_loaders, **options)
         compare(failures, name, case.module, two_loaders, case.strategy, want, **options)
     failures.check()
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_two_stages() -> None:
     _check(CASES)
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_four_stages() -> None:
     _check(ON_FOUR)
 
@@ -105,8 +105,8 @@ def test_one_stage() -> None:
     """Nothing to pipeline: the step runs as it stands."""
     for name in ("manual", "siamese"):
         case = CASES[name]
-        want = fit(case.module, two_loaders, "auto", max_epochs=4)
-        got = fit(case.module, two_loaders, PipeSwiftStrategy(micro_batches=3), max_epochs=4)
+        want = fit(case.module, two_loaders, "auto", max_epochs=2)
+        got = fit(case.module, two_loaders, PipeSwiftStrategy(micro_batches=3), max_epochs=2)
         assert differences(got, want, logged=True) == []
 
 
@@ -123,7 +123,7 @@ def _replicated(make: Callable[[], LightningModule]) -> list[str]:
     def module() -> LightningModule:
         return make().double()
 
-    options: dict[str, Any] = {"max_epochs": 8, "use_distributed_sampler": False}
+    options: dict[str, Any] = {"max_epochs": 4, "use_distributed_sampler": False}
     want = plain(module, lambda: DataLoader(vectors(32), batch_size=16), **options)
     strategy = PipeSwiftStrategy(stages=2, micro_batches=3)
     got = fit(module, share, strategy, **options)
@@ -132,7 +132,7 @@ def _replicated(make: Callable[[], LightningModule]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=90)
+@pytest.mark.world_size(4, deadline_s=120)
 def test_two_pipelines_of_two_stages() -> None:
     failures = Failures()
     failures.add("gan", _replicated(lambda: Gan(rows=8)))
@@ -160,7 +160,7 @@ def _pipelined(*args: Any, **kwargs: Any) -> Outcome:
     return fit(*args[:2], PipeSwiftStrategy(micro_batches=3), **kwargs)
 
 
-@pytest.mark.world_size(2, deadline_s=90)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_checkpoint_is_lightnings_own(tmp_path: Path) -> None:
     case = CASES["gan"]
     want = plain(case.module, two_loaders, max_epochs=4)
@@ -182,7 +182,7 @@ def test_a_checkpoint_is_lightnings_own(tmp_path: Path) -> None:
         torch.testing.assert_close(a["state"], b["state"], rtol=0, atol=1e-10)
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_a_checkpoint_in_shards(tmp_path: Path) -> None:
     case = CASES["gan"]
 
@@ -224,7 +224,7 @@ def _looked_at(make: Callable[[], LightningModule], **strategy: Any) -> Look:
     return look
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_the_mode_is_chosen_by_what_the_step_does() -> None:
     gan = _looked_at(CASES["gan, small discriminator"].module)
     assert gan.mode == "transparent"
@@ -246,7 +246,7 @@ def test_the_mode_is_chosen_by_what_the_step_does() -> None:
     ("make", "text"),
     [(Penalty, "create_graph=True"), (Recomputed, "within torch.utils.checkpoint")],
 )
-@pytest.mark.world_size(2, deadline_s=30)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_refused_with_the_reason(make: Callable[[], LightningModule], text: str) -> None:
     with pytest.raises(Exception, match=text):
         _looked_at(lambda: make().double(), network="net")
@@ -266,7 +266,7 @@ def _held_calls() -> int:
     return sum(type(o) is collective_call._Call for o in gc.get_objects())
 
 
-@pytest.mark.world_size(2, deadline_s=30)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_activations_are_freed_with_the_graph() -> None:
     made: list[Frees] = []
 
@@ -300,7 +300,7 @@ def _entries(strategy: Any) -> list[Any]:
     return results
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_every_entry_point() -> None:
     want = on_rank_zero(lambda: _entries("auto"))
     torch.testing.assert_close(
@@ -311,7 +311,7 @@ def test_every_entry_point() -> None:
 # -- precision and randomness -----------------------------------------------------------------
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_mixed_precision() -> None:
     """One micro-batch rounds as one device does."""
     for name in ("siamese", "manual"):
@@ -346,7 +346,7 @@ class Noisy(Siamese):
         return loss
 
 
-@pytest.mark.world_size(2, deadline_s=60)
+@pytest.mark.world_size(2, deadline_s=120)
 def test_draws_agree_on_all_ranks_and_for_any_cut() -> None:
     outcomes = []
     for partition in ([1, 3], [3, 1]):

@@ -131,8 +131,8 @@ CASES = (
 def _compare(strategy: Callable[[], PipeSwiftStrategy]) -> None:
     failures = []
     for case in CASES:
-        expected = plain(case.module, loaders, max_epochs=4)
-        actual = fit(case.module, loaders, strategy(), max_epochs=4)
+        expected = plain(case.module, loaders, max_epochs=2)
+        actual = fit(case.module, loaders, strategy(), max_epochs=2)
         failures += [f"{case.name}: {line}" for line in differences(actual, expected)]
     assert not failures, "\n".join(failures)
 

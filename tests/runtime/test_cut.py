@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from pipeswift_lightning.runtime.absent import AbsentMode, AbsentValueError, to_absent
 from pipeswift_lightning.runtime.cut import Boundary, Completed, CutError, LayerCut
 from pipeswift_lightning.runtime.trace import StepTrace
+from tests.runtime.test_messages import VALUES
 
 CPU = torch.device("cpu")
 
@@ -312,6 +316,45 @@ class TestAbsentMode:
             assert (absent * 3).tolist() == [3, 3]
 
 
+class Watching(TorchFunctionMode):
+    """A user's own mode; it counts calls."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        type(self).calls += func is torch.relu
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_within_a_mode_of_the_users_own_run_in_that_mode_alone() -> None:
+    """The innermost mode was left once, which was the user's: layers ran in ours instead."""
+    stacks: list[list[Any]] = []
+
+    class Looking(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not x.is_meta:
+                stacks.append([type(m) for m in _get_current_function_mode_stack()])
+            return super().forward(x)
+
+    def forward(n: Network, x: Tensor) -> Tensor:
+        with Watching():
+            x = n.a(x)
+            x = n.b(torch.relu(x))
+            torch.relu(x)
+        return n.c(x)
+
+    network = Network(forward)
+    network.b = Looking(2, 2)
+    x = torch.randn(3, 2)
+    want = network(x)
+    Watching.calls = 0
+    got, _ = piped(network, [0, 1, 2], x)
+    assert torch.equal(got, want)
+    assert stacks == [[Watching], [Watching]]  # as on one device
+    assert Watching.calls == 2 + 1 + 2 + 2  # in the look at the step, and on each stage
+    assert _get_current_function_mode_stack() == []
+
+
 def test_repeats_that_are_known_give_absent_values_their_shape() -> None:
     x = torch.ones(3, 4, device="meta")
     with AbsentMode(CPU, absent_parameters=False):
@@ -340,7 +383,40 @@ def test_a_skipped_layer_is_asked_again_for_other_numbers_and_types() -> None:
     cut, x = cut_of(network), torch.ones(1, 2)
     trace = trace_of(cut, lambda: network(x, 2))
     seen.clear()
-    for given, times in ((x, 2), (x, 3), (x.double(), 3)):
-        step = partial(network, given, times)
+    for x_given, times in ((x, 2), (x, 3), (x.double(), 3)):
+        step = partial(network, x_given, times)
         run(cut, step, trace, first=1, last=3, received=(x,))
     assert seen == [(4, torch.float32), (6, torch.float32), (6, torch.float64)]
+
+
+class _Carries(nn.Module):
+    """Returns a value of any structure beside what it computes, its own or the one it was given."""
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.value = value
+
+    def forward(self, x: Tensor, carried: Any = None) -> Any:
+        value = self.value if carried is None else carried["it"][0]
+        return self.linear(x), {"it": (tree_map_only(Tensor, torch.clone, value), "tag")}
+
+
+@settings(max_examples=60, deadline=None)
+@given(VALUES)
+def test_layers_may_hand_on_any_structure(value: Any) -> None:
+    network = Network(lambda n, x: n.c(*n.b(*n.a(x))))
+    network.a, network.b, network.c = _Carries(value), _Carries(), _Carries()
+    x = torch.randn(3, 2)
+    want = network(x)
+    got, _ = piped(network, [0, 1, 2], x)
+    leaves, spec = tree_flatten(got)
+    others, other_spec = tree_flatten(want)
+    assert spec == other_spec
+    for a, b in zip(leaves, others, strict=True):
+        assert type(a) is type(b)
+        if isinstance(b, Tensor):
+            assert (a.dtype, a.shape) == (b.dtype, b.shape)
+            assert a.resolve_conj().equal(b.resolve_conj())
+        else:
+            assert a == b

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
@@ -242,12 +242,23 @@ def entered(mode: AbsentMode | None) -> Iterator[None]:
 
 @contextmanager
 def left(mode: AbsentMode | None) -> Iterator[None]:
-    """Leave ``mode`` while a layer of this stage runs: nothing in it can be absent."""
+    """Leave ``mode`` while a layer of this stage runs: nothing in it can be absent.
+
+    Modes that the user's code has entered since stay as they are.
+    """
     if mode is None:
         yield
         return
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    stack: list[Any] = []
+    while not stack or stack[-1] is not mode:
+        stack.append(_pop_mode())  # type: ignore[no-untyped-call]
+    inner = stack[-2::-1]
+    for other in inner:
+        _push_mode(other)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        for _ in inner:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for other in (mode, *inner):
+            _push_mode(other)  # type: ignore[no-untyped-call]

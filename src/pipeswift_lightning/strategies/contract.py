@@ -4,8 +4,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -23,6 +28,7 @@ __all__ = [
     "check_optimizers",
     "one_optimizer",
     "pipelined",
+    "warn_of_short_epochs",
 ]
 
 
@@ -157,6 +163,25 @@ def check_callbacks(callbacks: Sequence[object], mesh: Mesh) -> None:
                 "hook"
             )
             raise ContractError(msg)
+
+
+def warn_of_short_epochs(trainer: Trainer) -> None:
+    """Warn if gradients are to be accumulated over more batches than an epoch has.
+
+    Lightning steps on the last batch of an epoch, and divides by the number that was asked for.
+    """
+    factors = [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            factors += callback.scheduling.values()
+    batches = trainer.num_training_batches
+    if max(factors) > batches:
+        rank_zero_warn(
+            f"accumulate_grad_batches={max(factors)}, but an epoch has {batches:.0f} batches. "
+            "Rule: Lightning steps on an epoch's last batch too, with the sum of its losses "
+            f"divided by {max(factors)}, so each step is smaller than meant. Remedy: "
+            f"accumulate_grad_batches={batches:.0f} or less"
+        )
 
 
 def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -> None:

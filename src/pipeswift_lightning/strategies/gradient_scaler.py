@@ -10,7 +10,9 @@ __all__ = ["forget_stages", "share_found_inf"]
 
 
 def share_found_inf(
-    scaler: torch.amp.GradScaler, device: torch.device, sum_over_stages: Callable[[Tensor], None]
+    scaler: torch.amp.GradScaler | None,
+    device: torch.device,
+    sum_over_stages: Callable[[Tensor], None],
 ) -> None:
     """Make ``scaler`` look for overflow on all stages, not on this one alone.
 
@@ -18,7 +20,7 @@ def share_found_inf(
     others for good, and so would its scale. The instance is changed, not its class.
 
     Args:
-        scaler: This rank's; all ranks' must have the same settings.
+        scaler: This rank's; all ranks' must have the same settings. ``None``: there is none.
         device: Where this stage computes.
         sum_over_stages: Adds a tensor up over the stages, in place.
 
@@ -28,7 +30,7 @@ def share_found_inf(
         >>> scaler.get_scale()
         4.0
     """
-    if not scaler.is_enabled():
+    if scaler is None or not scaler.is_enabled():
         return
     # Only the last stage ever scales a loss, and a scaler that has not scaled has no scale.
     scaler.scale(torch.zeros((), device=device))

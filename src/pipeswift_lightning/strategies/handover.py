@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-__all__ = ["GradientHandover", "with_leaf_loss"]
+__all__ = ["GradientHandover", "skipped_loss", "with_leaf_loss"]
 
 
 class GradientHandover:
@@ -29,10 +31,13 @@ class GradientHandover:
                 self._accumulated[name] = parameter.grad
                 parameter.grad = None
 
-    def end(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Take the step's gradients, and put the accumulated ones back."""
+    def end(self, parameters: Mapping[str, nn.Parameter], *, skipped: bool) -> None:
+        """Take the step's gradients, and put the accumulated ones back.
+
+        A skipped batch has none, though earlier stages were told that theirs are zero.
+        """
         for name, parameter in parameters.items():
-            self._new[name] = parameter.grad
+            self._new[name] = None if skipped else parameter.grad
             parameter.grad = self._accumulated.get(name)
         self._accumulated = {}
 
@@ -44,6 +49,19 @@ class GradientHandover:
                 held = parameter.grad
                 parameter.grad = gradient if held is None else held.add_(gradient)
         self._new = {}
+
+
+def skipped_loss(device: torch.device) -> Tensor:
+    """Return a loss for a step that returned ``None``: nan, which depends on nothing.
+
+    Lightning lets no step of several processes return ``None``, since one could skip a batch that
+    the others train on. The stages of one pipeline have agreed to skip it.
+    """
+    rank_zero_warn(
+        "training_step returned None: all stages skip this batch. If this was on purpose, ignore "
+        "this warning"
+    )
+    return torch.full((), float("nan"), device=device, requires_grad=True)
 
 
 def with_leaf_loss(output: Any) -> Any:

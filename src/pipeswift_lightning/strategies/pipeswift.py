@@ -22,19 +22,20 @@ from typing_extensions import override
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.gradients import broadcast_tensors
 from pipeswift_lightning.strategies.choice import choose_networks
-from pipeswift_lightning.strategies.clipping import clip_globally
+from pipeswift_lightning.strategies.clipping import GlobalNorms
 from pipeswift_lightning.strategies.closures import once
 from pipeswift_lightning.strategies.contract import (
     check_callbacks,
     check_module,
     check_optimizers,
     one_optimizer,
+    warn_of_short_epochs,
 )
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_found_inf
-from pipeswift_lightning.strategies.handover import GradientHandover, with_leaf_loss
+from pipeswift_lightning.strategies.handover import GradientHandover, skipped_loss, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
 from pipeswift_lightning.strategies.optimizers import unwrapped
@@ -159,6 +160,7 @@ class PipeSwiftStrategy(ObservedStrategy):
         self._weights = weights
         self._steps: StepRunner | None = None
         self._handover = GradientHandover()
+        self._norms: GlobalNorms | None = None
         self._sync_gradients = True
         self._clock = StepClock()
 
@@ -208,8 +210,10 @@ class PipeSwiftStrategy(ObservedStrategy):
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
             assert self._collectives is not None
-            clip_globally(self.precision_plugin, self._session, self._collectives)
-            self._scale_globally()
+            self._norms = GlobalNorms(self._session, self._collectives)
+            self._norms.install(self.precision_plugin)
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            share_found_inf(scaler, self.root_device, self._collectives.sum_over_stages)
             if DeferredRequeue.needed(trainer):
                 trainer.callbacks.append(DeferredRequeue())  # type: ignore[attr-defined]
         if why is not None:
@@ -235,13 +239,13 @@ class PipeSwiftStrategy(ObservedStrategy):
         else:
             move_buffers(self.lightning_module, self.root_device)
 
-    def _scale_globally(self) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            assert self._collectives is not None
-            share_found_inf(scaler, self.root_device, self._collectives.sum_over_stages)
-
     # -- steps --------------------------------------------------------------------------------
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        warn_of_short_epochs(self.lightning_module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -252,9 +256,12 @@ class PipeSwiftStrategy(ObservedStrategy):
             self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
         if aside:
-            self._handover.end(self.session.local_parameters())
+            self._handover.end(self.session.local_parameters(), skipped=output is None)
         self._after_step()
         self._clock.computed(self.session)
+        one_pipeline = self.mesh.num_stages == self.mesh.world_size > 1
+        if output is None and module.automatic_optimization and one_pipeline:
+            return skipped_loss(self.root_device)
         # A step that every rank runs whole has a loss with a graph, for Lightning to walk.
         return output if self.session.transparent is not None else with_leaf_loss(output)
 
@@ -366,7 +373,8 @@ class PipeSwiftStrategy(ObservedStrategy):
             )
         elif session is not None:
             session.close(bring_back=False)
-        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        if self._norms is not None:
+            self._norms.remove(self.precision_plugin)
         forget_stages(getattr(self.precision_plugin, "scaler", None))
         if whole and self._is_divided:
             self._release_divided()
