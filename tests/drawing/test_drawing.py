@@ -69,6 +69,10 @@ def test_page_holds_every_event_and_nothing_from_elsewhere() -> None:
     assert not any({"src", "srcset"} & attributes.keys() for _, attributes in tags)
     assert [a["href"] for _, a in tags if "href" in a] == ["data:,"]
     assert "default-src 'none'" in text
+    told = page([Panel("sized", drawn[0].timeline, samples=(3, 1, 2, 2))], title="sizes")
+    assert told.count(' data-m="0" data-n="3"') == sum(
+        e.micro_batch == 0 for e in drawn[0].timeline.events
+    )
     for kind in ("forward", "backward", "receive wait", "optimizer", "data wait"):
         assert f"</i>{kind}</span>" in text
 

@@ -12,6 +12,7 @@ from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.drawing import Panel, page, png, require_matplotlib, write_chrome_trace
 from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.simulator import simulate
 from pipeswift_lightning.plan.timeline import Timeline
 
@@ -80,12 +81,14 @@ class TimelineTrace(Callback):
             return
         timeline, plan = pipeline.timeline(), pipeline.plan
         if trainer.is_global_zero:
-            self._draw(trainer, timeline, None if plan is None else plan.schedule)
+            self._draw(trainer, timeline, plan)
 
-    def _draw(self, trainer: Trainer, timeline: Timeline, schedule: Schedule | None) -> None:
+    def _draw(self, trainer: Trainer, timeline: Timeline, plan: Plan | None) -> None:
         panels = [Panel("measured", timeline)]
-        if schedule is not None:
-            panels.append(Panel("predicted", _predicted(timeline, schedule)))
+        if plan is not None:
+            sizes = plan.micro_batches.sizes
+            predicted = _predicted(timeline, plan.schedule)
+            panels = [Panel("measured", timeline, sizes), Panel("predicted", predicted, sizes)]
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = self._folder / f"step_{self._num_steps:06}"
         title = f"{type(trainer.lightning_module).__name__}, step {self._num_steps}"
