@@ -11,27 +11,24 @@ whole run, of the slowest rank. Reports and pictures come every 50 steps, window
 
 import argparse
 import logging
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
+from benchmarks.ranks import Ranks, run_ranks
 from benchmarks.stages import CASES
-from benchmarks.strategy import MICRO_BATCHES, Ranks, Sleepers
+from benchmarks.strategy import MICRO_BATCHES, Sleepers
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import BubbleMonitor, JobReport, TimelineTrace, VarianceMonitor
+from pipeswift_lightning.runtime.mesh import MeshGroups
 
 HOOKS = ("on_train_batch_start", "on_train_batch_end")
 MONITORS: dict[str, tuple[int, Callable[[], Callback]]] = {
@@ -66,20 +63,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank_main, args=(r, folder, options, results))
-            for r in range(options.stages)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit(1)
-    every = [results.get() for _ in ranks]
+    every = run_ranks(_fit, options.stages, options)
     total_s = max(total for total, _ in every)
     print(
         f"{options.stages} stages, {options.steps} steps of {1e3 * total_s / options.steps:.0f} ms"
@@ -94,17 +78,13 @@ def main() -> None:
         print(f"{name:16}  {1e6 * statistics.median(quiet):7.0f}  {report}  {share:7.3%}")
 
 
-def _rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any) -> None:
-    torch.set_num_threads(1)
+def _fit(
+    groups: MeshGroups,  # noqa: ARG001 -- the strategy makes its own
+    report: Callable[[Any], None],
+    options: argparse.Namespace,
+) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(os.path.join(folder, "store"), options.stages),
-        rank=rank,
-        world_size=options.stages,
-        timeout=timedelta(seconds=60),
-    )
     callbacks = {name: make() for name, (_, make) in MONITORS.items()}
     watches = {name: Stopwatch(callback) for name, callback in callbacks.items()}
     case = CASES["sleep"]
@@ -115,7 +95,7 @@ def _rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any
         devices=options.stages,
         plugins=[Ranks()],
         max_steps=options.steps,
-        logger=CSVLogger(Path(folder), name="csv", version=""),
+        logger=CSVLogger(Path.cwd(), name="csv", version=""),
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
@@ -126,8 +106,7 @@ def _rank_main(rank: int, folder: str, options: argparse.Namespace, results: Any
     start = time.perf_counter()
     trainer.fit(Sleepers(options.stages), DataLoader(data, batch_size=samples))
     total_s = time.perf_counter() - start
-    results.put((total_s, {name: watch.steps_s for name, watch in watches.items()}))
-    dist.destroy_process_group()
+    report((total_s, {name: watch.steps_s for name, watch in watches.items()}))
 
 
 if __name__ == "__main__":

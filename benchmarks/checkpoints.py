@@ -1,6 +1,7 @@
 """How long training stands still for a checkpoint in shards, written at once or in a thread.
 
     python -m benchmarks.checkpoints --rounds 7
+    python -m benchmarks.checkpoints --saves 100    # one after each step, in a thread
 
 One fit over a pipeline. Its steps come in windows, each of one kind, in turn: without a save, with
 one at once, and with one in a thread, after the window's first step. "call" is how long the save's
@@ -25,6 +26,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.runtime.checkpoint_directory import CheckpointDirectory
+from pipeswift_lightning.runtime.sharded_state import read_table, read_tensors
 
 KINDS = ("none", "at once", "in a thread")
 LAYERS, SAMPLES = 8, 64
@@ -86,6 +89,39 @@ def measure(folder: Path, width: int, rounds: int, steps: int) -> None:
         print(f"{kind:>12}{_row(windows.calls[kind][1:])}{_row(extra)}", flush=True)
 
 
+class Calls(Callback):
+    """Saves in a thread after each step, and times the calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls: list[float] = []
+
+    def on_train_batch_end(self, trainer, _module, _outputs, _batch, _batch_idx) -> None:
+        began = time.perf_counter()
+        trainer.strategy.save_sharded(self.folder, fresh=False, asynchronous=True, keep=2)
+        self.calls.append(time.perf_counter() - began)
+
+
+def save_on_and_on(folder: Path, width: int, saves: int) -> None:
+    """Each save waits for the one before, so a call takes longer here than where steps are long."""
+    calls = Calls(folder / "saves")
+    data = DataLoader(TensorDataset(torch.zeros(1, 1).expand(saves * SAMPLES, width)), SAMPLES)
+    strategy = PipeSwiftStrategy(micro_batches=4, loss="per_sample")
+    trainer = make_trainer(strategy, max_epochs=1, callbacks=[calls], precision="32-true")
+    began = time.perf_counter()
+    trainer.fit(Wide(width), data)
+    took = time.perf_counter() - began
+    if trainer.global_rank:
+        return
+    newest = CheckpointDirectory(folder / "saves").newest()
+    assert newest is not None
+    assert newest.name == f"step{saves}"
+    size = sum(p.stat().st_size for p in newest.glob("*.distcp"))
+    read_tensors(newest, {n: torch.empty(s, dtype=d) for n, (d, s) in read_table(newest).items()})
+    print(f"{len(calls.calls)} saves of {size / 1e6:.0f} MB in {took:.0f} s; the last one is whole")
+    print(f"{'call, ms':>12}{_row(calls.calls)}, at most {1e3 * max(calls.calls):.0f}", flush=True)
+
+
 def _row(seconds: list[float]) -> str:
     low, middle, high = (1e3 * s for s in statistics.quantiles(seconds, n=4, method="inclusive"))
     return f"{f'{middle:.0f} [{low:.0f}, {high:.0f}]':>24}"
@@ -97,15 +133,16 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8, help="of a window")
+    parser.add_argument("--saves", type=int, default=0, help="so many in a row, and nothing else")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        kwargs = {
-            "folder": Path(folder),
-            "width": options.width,
-            "rounds": options.rounds,
-            "steps": options.steps,
-        }
-        run_ranks(measure, options.ranks, kwargs, deadline_s=LIMIT_S)
+        kwargs = {"folder": Path(folder), "width": options.width}
+        if options.saves:
+            kwargs["saves"] = options.saves
+            run_ranks(save_on_and_on, options.ranks, kwargs, deadline_s=10 * options.saves)
+        else:
+            kwargs |= {"rounds": options.rounds, "steps": options.steps}
+            run_ranks(measure, options.ranks, kwargs, deadline_s=LIMIT_S)
 
 
 if __name__ == "__main__":

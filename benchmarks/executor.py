@@ -22,19 +22,16 @@ else runs on the machine.
 
 import argparse
 import gc
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.ranks import run_ranks, spread
 from benchmarks.stages import CASES, Case, OurStep, PeerStep, Step
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.instructions import Schedule
@@ -42,7 +39,7 @@ from pipeswift_lightning.plan.lowering import lower
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.simulator import makespan_s
 from pipeswift_lightning.plan.timeline import Event, EventKind
-from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
+from pipeswift_lightning.runtime.mesh import MeshGroups
 
 MICRO_BATCHES = 8
 SCHEDULES = ("1f1b", "gpipe")
@@ -76,10 +73,10 @@ class Race:
             self.case,
             str(self.ranks),
             self.schedule,
-            _spread([1e3 * s for s in self.ours_s], 2),
-            _spread([1e3 * s for s in self.peer_s], 2),
-            _spread([o / p for o, p in zip(self.ours_s, self.peer_s, strict=True)], 3),
-            _spread([o / i for o, i in zip(self.ours_s, self.ideal_s, strict=True)], 3)
+            spread([1e3 * s for s in self.ours_s], 2),
+            spread([1e3 * s for s in self.peer_s], 2),
+            spread([o / p for o, p in zip(self.ours_s, self.peer_s, strict=True)], 3),
+            spread([o / i for o, i in zip(self.ours_s, self.ideal_s, strict=True)], 3)
             if self.ideal_s
             else "-",
             f"{statistics.median(ours_us):.0f}",
@@ -108,54 +105,17 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.rounds = 5
-    races = [race for ranks in options.ranks for race in _spawn(ranks, options)]
+    races = [race for ranks in options.ranks for race in run_ranks(_races, ranks, options)]
     races.sort(key=lambda race: (list(CASES).index(race.case), race.ranks))
     print(_table([_HEADER, *(race.row() for race in races)]))
 
 
-def _spawn(ranks: int, options: argparse.Namespace) -> list[Race]:
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank_main, args=(r, ranks, folder, options, results))
-            for r in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        races = []
-        for _ in range(len(options.cases) * len(options.schedules)):
-            while results.empty() and all(p.exitcode in (None, 0) for p in processes):
-                time.sleep(0.2)
-            if results.empty():
-                break
-            races.append(results.get())
-        if any(p.exitcode for p in processes):
-            for process in processes:
-                process.kill()
-        for process in processes:
-            process.join()
-        if any(p.exitcode for p in processes):
-            raise SystemExit(1)
-    return races
-
-
-def _rank_main(
-    rank: int, ranks: int, folder: str, options: argparse.Namespace, results: Any
-) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    groups = MeshGroups.create(Mesh.of(world_size=ranks, num_stages=ranks), rank)
-    groups.warm(torch.device("cpu"))
+def _races(groups: MeshGroups, report: Callable[[Any], None], options: argparse.Namespace) -> None:
     for name in options.cases:
         for schedule in options.schedules:
             race = _race(name, schedule, groups, options)
-            if rank == 0:
-                results.put(race)
-    dist.destroy_process_group()
+            if groups.rank == 0:
+                report(race)
 
 
 def _race(name: str, schedule_name: str, groups: MeshGroups, options: argparse.Namespace) -> Race:
@@ -266,11 +226,6 @@ def _compare_gradients(ours: OurStep, peer: PeerStep) -> None:
         scale = float(b.grad.abs().max())
         worst = float((a.grad - b.grad).abs().max())
         assert worst <= _TOLERANCE * max(1.0, scale), f"gradients of {name} differ by {worst}"
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -4,34 +4,36 @@
     python -m benchmarks.strategy --rounds 5 --steps 20
 
 Each round runs the same stages twice in the same processes: as bare steps of the executor, and as
-``Trainer.fit`` with the strategy, progress bar and a logged loss. A step of the Trainer is the time
-from one batch's start to the next one's. ``ratio`` is Trainer / executor of the same round.
+``Trainer.fit`` with the strategy, progress bar and a logged loss. A step is the time from one
+batch's start to the next one's. ``ratio`` is Trainer / executor of the same round. ``added cpu`` is
+how much more processor time the main thread of the busiest rank takes for a step: unlike the step's
+time, it hardly depends on what else runs on the machine.
 """
 
 import argparse
 import logging
-import multiprocessing
 import os
 import statistics
 import sys
-import tempfile
 import time
 import warnings
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.ranks import Ranks, run_ranks, spread
 from benchmarks.stages import CASES, OurStep
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.plan.lowering import lower
 from pipeswift_lightning.plan.schedules import build_schedule
-from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
+from pipeswift_lightning.runtime.mesh import MeshGroups
 
 MICRO_BATCHES = 8
 _SKIPPED = 5  # the first steps of a fit see whole batches, to learn about the loss
@@ -52,46 +54,32 @@ class Sleepers(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One step on one rank, from the start of its batch to that of the next one's."""
+
+    wall_s: float
+    cpu_s: float  # of the main thread
+
+
 class _Clock(Callback):
     def __init__(self) -> None:
-        self.starts: list[float] = []
+        self.starts: list[tuple[float, float]] = []
 
     def on_train_batch_start(self, *args: Any) -> None:  # noqa: ARG002 -- likewise
-        self.starts.append(time.perf_counter())
-
-    def steps_s(self) -> list[float]:
-        pairs = zip(self.starts[_SKIPPED:], self.starts[_SKIPPED + 1 :], strict=False)
-        return [after - before for before, after in pairs]
+        self.starts.append(_now())
 
 
-class Ranks(ClusterEnvironment):
-    """The processes that this benchmark has started."""
+def _now() -> tuple[float, float]:
+    return time.perf_counter(), time.thread_time()
 
-    creates_processes_externally = True
-    main_address = "127.0.0.1"
-    main_port = 0
 
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def local_rank(self) -> int:
-        return dist.get_rank()
-
-    def node_rank(self) -> int:
-        return 0
-
-    def set_world_size(self, size: int) -> None:
-        assert size == dist.get_world_size()
-
-    def set_global_rank(self, rank: int) -> None:
-        assert rank == dist.get_rank()
+def _median(starts: Sequence[tuple[float, float]]) -> Span:
+    steps = list(pairwise(starts))
+    return Span(
+        statistics.median(after[0] - before[0] for before, after in steps),
+        statistics.median(after[1] - before[1] for before, after in steps),
+    )
 
 
 def main() -> None:
@@ -100,74 +88,47 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     options = parser.parse_args()
-    print("stages  executor ms              Trainer ms               ratio")
+    print(
+        "stages  executor ms            Trainer ms             ratio                 added cpu ms"
+    )
     for stages in options.stages:
-        raw_s, trainer_s = _spawn(stages, options)
-        ratios = [t / r for t, r in zip(trainer_s, raw_s, strict=True)]
+        every = run_ranks(_rounds, stages, options)
+        # All ranks' steps are as long, since they wait for each other; not so their work.
+        rounds = list(zip(*every, strict=True))
+        raw_ms = [1e3 * ranks[0][0].wall_s for ranks in rounds]
+        trainer_ms = [1e3 * ranks[0][1].wall_s for ranks in rounds]
+        ratios = [t / r for t, r in zip(trainer_ms, raw_ms, strict=True)]
+        added_ms = [max(1e3 * (t.cpu_s - r.cpu_s) for r, t in ranks) for ranks in rounds]
         print(
-            f"{stages:6}  {_spread([1e3 * s for s in raw_s], 1):23}  "
-            f"{_spread([1e3 * s for s in trainer_s], 1):23}  {_spread(ratios, 3)}"
+            f"{stages:6}  {spread(raw_ms, 1):21}  {spread(trainer_ms, 1):21}  "
+            f"{spread(ratios, 3):20}  {spread(added_ms, 1)}",
+            flush=True,
         )
 
 
-def _spawn(stages: int, options: argparse.Namespace) -> Any:
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank_main, args=(r, stages, folder, options, results))
-            for r in range(stages)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            raise SystemExit(1)
-        return results.get()
-
-
-def _rank_main(
-    rank: int, stages: int, folder: str, options: argparse.Namespace, results: Any
-) -> None:
-    torch.set_num_threads(1)
+def _rounds(groups: MeshGroups, report: Callable[[Any], None], options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    os.chdir(folder)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(os.path.join(folder, "store"), stages),
-        rank=rank,
-        world_size=stages,
-        timeout=timedelta(seconds=60),
-    )
-    groups = MeshGroups.create(Mesh.of(world_size=stages, num_stages=stages), rank)
-    groups.warm(torch.device("cpu"))
+    stages = groups.mesh.num_stages
     schedule = lower(build_schedule("1f1b", stages, MICRO_BATCHES))
     bare = OurStep(_CASE, schedule, groups, _CASE.batch(MICRO_BATCHES))
-    raw_s, trainer_s = [], []
-    for _ in range(options.rounds):
-        raw_s.append(_bare_s(bare, options.steps))
-        trainer_s.append(_trainer_s(stages, options.steps))
-    if rank == 0:
-        results.put((raw_s, trainer_s))
-    dist.destroy_process_group()
+    report(
+        [(_bare(bare, options.steps), _fit(stages, options.steps)) for _ in range(options.rounds)]
+    )
 
 
-def _bare_s(bare: OurStep, steps: int) -> float:
+def _bare(bare: OurStep, steps: int) -> Span:
     bare.run()
-    times = []
-    for _ in range(steps):
+    starts = []
+    for _ in range(steps + 1):
         bare.prepare()
         dist.barrier()
-        start = time.perf_counter()
+        starts.append(_now())
         bare.run()
-        dist.barrier()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return _median(starts)
 
 
-def _trainer_s(stages: int, steps: int) -> float:
+def _fit(stages: int, steps: int) -> Span:
     torch.manual_seed(0)
     clock = _Clock()
     samples = MICRO_BATCHES * _CASE.samples
@@ -189,12 +150,7 @@ def _trainer_s(stages: int, steps: int) -> float:
             trainer.fit(Sleepers(stages), DataLoader(data, batch_size=samples))
         finally:
             sys.stdout = stdout
-    return statistics.median(clock.steps_s())
-
-
-def _spread(values: list[float], digits: int) -> str:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return _median(clock.starts[_SKIPPED:])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Usage:
     python recipes/plan.py                                     # a mock transformer on four stages
-    python recipes/plan.py costs=costs.json                    # costs as CostModel.to_json() wrote
+    python recipes/plan.py costs=profile.json                  # as recipes/profile.py wrote it
     python recipes/plan.py lengths=[9,4,7,2] micro_batches=[2,4]
     python recipes/plan.py workload.layout=packed workload.num_stages=8
     python recipes/plan.py --cfg job                           # show the configuration, run nothing
@@ -35,7 +35,8 @@ def main(cfg: DictConfig) -> float:
     if settings["costs"] is not None:
         model = CostModel.from_json(Path(settings["costs"]).read_text())
     lengths = settings["lengths"] or settings["mock_lengths"]
-    workload = settings["workload"](model=model, lengths=lengths)
+    link = settings["link"] or model.link or settings["mock_link"]
+    workload = settings["workload"](model=model, lengths=lengths, link=link)
     choice = choose_plan(
         workload,
         num_micro_batches=settings["micro_batches"],

@@ -4,6 +4,7 @@ Usage:
     python recipes/simulate.py                                # equal micro-batches
     python recipes/simulate.py stages=8 micro_batches=12 backward_s=3
     python recipes/simulate.py costs=step.json                # StepCosts.to_json() wrote it
+    python recipes/simulate.py costs=profile.json length=512  # recipes/profile.py wrote it
     python recipes/simulate.py order=searched link.latency_s=0.5
     python recipes/simulate.py 'schedules=[{name: 1f1b, warm_up: 2.0}, {name: gpipe}]'
 
@@ -20,22 +21,23 @@ from omegaconf import DictConfig
 from pipeswift_lightning.drawing.page import page
 from pipeswift_lightning.drawing.panel import Panel
 from pipeswift_lightning.drawing.png import png
-from pipeswift_lightning.plan.costs import StepCosts
-from pipeswift_lightning.plan.report import draw_together, equal_costs, schedule_timelines
+from pipeswift_lightning.plan.report import (
+    draw_together,
+    equal_costs,
+    read_step_costs,
+    schedule_timelines,
+)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
 def main(cfg: DictConfig) -> float:
     """Draw, and return the shortest predicted makespan, which a sweep compares."""
     settings = instantiate(cfg, _convert_="all")
-    costs = equal_costs(
-        settings["stages"],
-        settings["micro_batches"],
-        forward_s=settings["forward_s"],
-        backward_s=settings["backward_s"],
-    )
+    size = settings["stages"], settings["micro_batches"]
+    costs = equal_costs(*size, forward_s=settings["forward_s"], backward_s=settings["backward_s"])
     if settings["costs"] is not None:
-        costs = StepCosts.from_json(Path(settings["costs"]).read_text())
+        text, shape = Path(settings["costs"]).read_text(), (settings["samples"], settings["length"])
+        costs = read_step_costs(text, *size, shape=shape)
     timelines = schedule_timelines(
         costs,
         settings["schedules"],

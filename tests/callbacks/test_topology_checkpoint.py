@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from pipeswift_lightning.callbacks.topology_checkpoint import require_own_signal
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
 from pipeswift_lightning.runtime.topology import Topology
 from pipeswift_lightning.strategies.consolidate import consolidate
+from pipeswift_lightning.strategies.shard_source import ShardSource
 from tests.helpers.distributed import run_ranks
 from tests.helpers.modules import Language, Transformer, loaders, tokens
 from tests.helpers.networks import Grouped
@@ -208,13 +210,35 @@ def test_a_hook_that_changes_what_is_only_described_is_refused(saved: Path) -> N
 
 def test_another_format_and_a_changed_description_are_refused(saved: Path, tmp_path: Path) -> None:
     described = json.loads((saved / "step2" / "topology.json").read_text())
-    for key, value, words in (
-        ("format_version", 99, r"format version 99\. Rule: .* Remedy: "),
-        ("model", {**described["model"], "digest": "0"}, r"has been changed.*Rule: .* Remedy: "),
+    less = {k: v for k, v in described.items() if k not in ("layers", "versions")}
+    model = described["model"]
+    for changed, words in (
+        ({**described, "format_version": 99}, r"version 99\. Rule: .* 2 alone\. Remedy: .*newer "),
+        ({**described, "format_version": 1}, r"version 1\. Rule: .* 2 alone\. Remedy: .*older "),
+        ({**described, "format_version": None}, "version None"),
+        ({**less, "more": 1}, r"json lacks 'layers', 'versions' and has an unknown 'more'\. Rule:"),
+        ({**described, "layout": {"backend": "gloo"}}, r"'layout' in .* lacks 'num_replicas', "),
+        ({**described, "model": {**model, "digest": "0"}}, r"been changed.*Rule: .* Remedy: "),
     ):
-        (tmp_path / "topology.json").write_text(json.dumps({**described, key: value}))
+        (tmp_path / "topology.json").write_text(json.dumps(changed))
         with pytest.raises(CheckpointError, match=words):
             Topology.read(tmp_path)
+
+
+def test_a_state_that_lacks_keys_is_refused_with_all_of_them(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "step2", tmp_path / "step2")
+    source = ShardSource.open(tmp_path / "step2")
+    for name, keys in (("rank0.pt", ("steps", "seeds")), ("lightning.pt", ("callbacks", "loops"))):
+        file = tmp_path / "step2" / name
+        state = torch.load(file, weights_only=True)
+        torch.save({k: v for k, v in state.items() if k not in keys}, file)
+        read = partial(source.rank_state, 0) if name == "rank0.pt" else source.lightning_state
+        first, second = sorted(keys)
+        with pytest.raises(CheckpointError, match=rf"{name} lacks '{first}', '{second}'\. Rule:"):
+            read()
+        file.write_bytes(file.read_bytes()[:-20])
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .*Rule: .*Remedy: "):
+            read()
 
 
 class Counts(Callback):

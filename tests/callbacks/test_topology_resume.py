@@ -13,7 +13,9 @@ from torchmetrics import MeanMetric
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
+from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
 from pipeswift_lightning.strategies.consolidate import consolidate
+from pipeswift_lightning.strategies.logged_result import revived
 from tests.helpers.modules import Language, Transformer, loaders, tokens
 from tests.helpers.parity import lone_trainer, quiet
 
@@ -124,3 +126,9 @@ def test_what_was_logged_before_the_save_alone_is_reported(tmp_path: Path) -> No
     assert len(resumed.seen) == 2
     for got, want in zip(resumed.seen, straight.seen, strict=True):
         assert got == pytest.approx(want, abs=1e-12)
+
+
+def test_a_checkpoint_names_no_function_but_a_reduction() -> None:
+    state = {"reduce": "exec", "is_builtin": True}
+    with pytest.raises(CheckpointError, match=r"reduction 'exec'\. Rule: .* Remedy: "):
+        revived(state, Trainer.__new__(Trainer), Language(Transformer()))

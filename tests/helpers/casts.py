@@ -32,7 +32,7 @@ def perform(scenario: Scenario, *, limit_s: float = 25.0) -> list[Ending]:
     start_server(context)
     with tempfile.TemporaryDirectory() as name:
         scenario = replace(scenario, folder=name)
-        port = _free_port()
+        port = free_port()
         ranks = [
             context.Process(target=_become, args=(r, port, scenario.to_json()))
             for r in range(scenario.devices)
@@ -124,7 +124,7 @@ def _endings(
     ]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

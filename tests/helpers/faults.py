@@ -87,7 +87,7 @@ class Actor:
         """Run forward and backward of every micro-batch; ``at(step, micro_batch)`` in between."""
         first, last = self.rank == 0, self.rank == self.scene.world_size - 1
         for step in range(num_steps):
-            self.progress.step = step
+            self.progress.step, self.progress.batch = step, f"batch {step}"
             for i in range(MICRO_BATCHES):
                 if not first:
                     self.exchange("activation", i, self.rank - 1, send=False)

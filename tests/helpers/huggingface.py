@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
@@ -54,12 +55,13 @@ def _doubled(value: Any) -> Any:
 
 
 def made_double(model: nn.Module) -> nn.Module:
-    """Run a model's forward `InDouble`."""
+    """Run a model's forward `InDouble` once its parameters are in double precision."""
     forward = model.forward
 
     @wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with InDouble():
+        is_double = next(model.parameters()).dtype is torch.float64
+        with InDouble() if is_double else nullcontext():
             return forward(*args, **kwargs)
 
     model.forward = wrapped

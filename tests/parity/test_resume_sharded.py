@@ -9,67 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
-from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchmetrics.classification import MulticlassAccuracy
+from torch.utils.data import DataLoader, DistributedSampler
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
 from pipeswift_lightning.strategies.consolidate import consolidate
 from tests.helpers.distributed import run_ranks
-from tests.helpers.modules import VOCABULARY, Base, Language, Transformer, tokens
+from tests.helpers.modules import Base, Language, Transformer, tokens
 from tests.helpers.parity import Outcome, differences, fit
+from tests.helpers.resuming import everything, shuffled
 
 pytestmark = pytest.mark.slow
 MANY = {"max_epochs": 4, "val_check_interval": 2, "gradient_clip_val": 0.5}
 FEW = {"max_epochs": 2, "accumulate_grad_batches": 2}
-
-
-class Everything(Language):
-    """Dropout, tied weights, a metric over the epoch, and a scheduler that monitors the epoch."""
-
-    def __init__(self) -> None:
-        super().__init__(Transformer(dropout=0.2, tied="module"))
-        self.accuracy = MulticlassAccuracy(VOCABULARY)
-
-    def per_sample(self, batch: Any) -> Tensor:
-        (ids,) = batch
-        logits = self.model(ids[:, :-1]).transpose(1, 2)
-        if self.trainer.training:
-            self.accuracy(logits, ids[:, 1:])
-            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        return functional.cross_entropy(logits, ids[:, 1:], reduction="none").mean(1)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-            optimizer, "max", factor=0.5, patience=0
-        )
-        monitor = {"scheduler": scheduler, "monitor": "train/loss_epoch"}
-        return {"optimizer": optimizer, "lr_scheduler": monitor}
-
-
-class Noisy(Dataset):
-    """Draws from the global generator for each sample, as an augmentation does."""
-
-    def __init__(self) -> None:
-        self.data = tokens()
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> tuple[Tensor]:
-        (ids,) = self.data[index]
-        return ((ids + torch.randint(0, 2, ())) % VOCABULARY,)
-
-
-def everything() -> Language:
-    return Everything().double()
-
-
-def shuffled() -> Any:
-    return DataLoader(Noisy(), 8, shuffle=True), DataLoader(tokens(9), 4)
 
 
 def simple() -> Language:

@@ -64,11 +64,11 @@ class ManualClips(Manual):
 
 
 class Skipping(Language):
-    """Leaves out two batches, whose parameters must not even decay."""
+    """Leaves out a batch: the parameters must not even decay."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         loss: Tensor = super().training_step(batch, batch_idx)
-        return None if batch_idx in (1, 4) else loss
+        return None if batch_idx == 1 else loss
 
 
 class Picky(Language):
@@ -133,20 +133,20 @@ class Diverging(Regression):
 
 
 def text() -> tuple[DataLoader, DataLoader]:
-    return loader(tokens), loader(partial(tokens, 21), batch_size=6)
+    return loader(partial(tokens, 21)), loader(partial(tokens, 9), batch_size=6)
 
 
 def numbers() -> DataLoader:
-    return loader(vectors)
+    return loader(partial(vectors, 21))
 
 
 def ragged() -> DataLoader:
-    return DataLoader(Ragged(), batch_size=8, collate_fn=pad)
+    return DataLoader(Ragged(21), batch_size=8, collate_fn=pad)
 
 
 def stops(monitor: str, **kwargs: Any) -> dict[str, Any]:
     stopping = partial(EarlyStopping, monitor, check_on_train_epoch_end=True, **kwargs)
-    return {"max_epochs": 8, "callbacks": lambda: [stopping()]}
+    return {"max_epochs": 6, "callbacks": lambda: [stopping()]}
 
 
 Case = tuple[
@@ -263,7 +263,7 @@ def _numbers_for_nan(outcome: Outcome) -> Outcome:
 
 @pytest.mark.world_size(2, deadline_s=120)
 def test_a_gradient_that_is_not_finite_spoils_the_same_on_all_stages() -> None:
-    failures = Failures()
+    failures, original = Failures(), torch.nn.utils.clip_grad._get_total_norm
     strategy = partial(PipeSwiftStrategy, micro_batches=3, loss="per_sample")
     for value in (float("inf"), float("nan")):
         for algorithm in ("norm", "value"):
@@ -283,7 +283,7 @@ def test_a_gradient_that_is_not_finite_spoils_the_same_on_all_stages() -> None:
     failures.check()
     with pytest.raises(RuntimeError, match=r"by stage: \[nan, .*look at the stage"):
         fit(partial(Demanding, float("nan")), numbers, strategy(), max_epochs=1)
-    assert torch.nn.utils.clip_grad._get_total_norm([torch.tensor([3.0, 4.0])]) == 5.0
+    assert torch.nn.utils.clip_grad._get_total_norm is original
 
 
 # -- what a step leaves behind ----------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_both_copies_of_a_tied_weight_are_equal_after_each_step() -> None:
         strategy = PipeSwiftStrategy(micro_batches=3, **options)
         given: dict[str, Any] = {"gradient_clip_val": 0.05, "callbacks": [copies]}
         fit(lambda: Language(TIED()), text, strategy, max_epochs=2, **given)
-        assert copies.seen == 10
+        assert copies.seen == 6
 
 
 @pytest.mark.world_size(2, deadline_s=120)
@@ -325,7 +325,7 @@ def test_the_rate_falls_on_a_plateau_over_a_resumed_run_too(tmp_path: Path) -> N
         return fit(lambda: OnPlateau(TIED()).double(), text, make(), max_epochs=7, ckpt_path=path)
 
     want = on_rank_zero(lambda: run(lambda: "auto", tmp_path / "plain"))
-    assert len(set(want.rates)) > 2
+    assert len(set(want.rates)) > 1
     got = run(partial(PipeSwiftStrategy, micro_batches=3), on_rank_zero(lambda: tmp_path / "ours"))
     found = differences(got, want)
     assert not found, found

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.mock import transformer_costs
+from pipeswift_lightning.plan.profile import CostProfile
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -61,3 +63,39 @@ def test_simulate_draws_each_schedule(run, tmp_path: Path) -> None:
     (tmp_path / "step.json").write_text(costs.to_json())
     output = run("simulate.py", f"costs={tmp_path / 'step.json'}", "schedules=[{name: gpipe}]")
     assert output.startswith("gpipe: 11.00 s, bubble 0.0 %\nrank 0 |F0")
+
+
+@pytest.mark.slow
+def test_a_profile_is_measured_drawn_planned_and_simulated(run, tmp_path: Path) -> None:
+    path = tmp_path / "kept" / "profile.json"
+    arguments = (
+        "experiment=gpt_tiny",
+        f"profile.path={path}",
+        "profile.samples=[1,2]",
+        "profile.lengths=[8,32]",
+        "profile.options.repeats=1",
+    )
+    output = run("profile.py", *arguments)
+    assert "4 layers, 2 samples of 32 tokens" in output
+    assert "shapes that the fit had not seen" in output
+    profile = CostProfile.from_json((tmp_path / "profile.json").read_text())
+    assert profile.shapes == ((1, 8), (1, 32), (2, 8), (2, 32))
+    assert profile.layers[0].samples[-1].output_bytes == 2 * 32 * 32 * 4
+    if find_spec("matplotlib") is not None:
+        assert (tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
+    run("profile.py", *arguments)  # not measured again
+    assert CostProfile.from_json(path.read_text()) == profile
+    lengths = "lengths=[8,8,16,32]"
+    output = run("plan.py", f"costs={path}", lengths, "micro_batches=2", "workload.num_stages=2")
+    assert "layers of each stage: 0-" in output
+    output = run("simulate.py", f"costs={path}", "stages=2", "micro_batches=3", "length=16")
+    assert output.count("rank 1 |") == 3
+
+
+def test_the_profiling_recipe_does_not_hide_the_standard_library() -> None:
+    """A script's folder is first on the path, so `import profile` finds the recipe of that name."""
+    code = "import cProfile, profile; print(profile.Profile.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=RECIPES, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "Profile\n"

@@ -105,6 +105,31 @@ def test_what_is_not_whole_is_not_taken(alone: ShardSaver, tmp_path: Path) -> No
         find_whole(tmp_path / "step3.tmp")
 
 
+def test_foreign_files_and_a_stale_pointer_are_left_alone(
+    alone: ShardSaver, tmp_path: Path
+) -> None:
+    """Once, a save removed every folder `step*.tmp`, and fell over files of that name."""
+    for name in ("step7", "step8.tmp", "steps", "step1.txt"):
+        (tmp_path / name).write_text("mine")
+    for name in ("step-notes.tmp", "step9"):
+        (tmp_path / name).mkdir()
+    for step in (1, 2, 7):
+        _save(alone, tmp_path, step)
+    assert find_whole(tmp_path) == tmp_path / "step7-v1"
+    (tmp_path / "step7-v1" / "notes").write_text("mine")
+    assert find_whole(tmp_path) == tmp_path / "step7-v1"
+    (tmp_path / "LATEST").write_text("step77\n")
+    assert find_whole(tmp_path / "LATEST") == tmp_path / "step7-v1"
+    described = json.loads((tmp_path / "step7-v1" / "topology.json").read_text())
+    for damaged in ([], {**described, "files": [1]}, {"files": {}}, "no"):
+        (tmp_path / "step7-v1" / "topology.json").write_text(json.dumps(damaged))
+        assert find_whole(tmp_path) == tmp_path / "step2"
+    mine = {"step7", "step8.tmp", "steps", "step1.txt", "step-notes.tmp", "step9"}
+    assert mine <= {p.name for p in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        find_whole(tmp_path / "step7-v1")
+
+
 def test_a_name_that_no_rank_holds_is_missed(alone: ShardSaver, tmp_path: Path) -> None:
     commit = CheckpointDirectory(tmp_path).begin(1, None)
     shard = Shard(commit, {"a": torch.zeros(1)}, {}, {}, ["a", "b"])
@@ -129,8 +154,11 @@ def test_reading_executes_nothing(alone: ShardSaver, tmp_path: Path) -> None:
     (tmp_path / "step1" / ".metadata").write_bytes(pickle.dumps(bomb))
     with pytest.raises(CheckpointError, match=r"names posix.mkdir. Rule: .* executes nothing"):
         read_table(tmp_path / "step1")
+    (tmp_path / "step1" / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(CheckpointError, match=r"metadata cannot be read: .*Rule: .*Remedy: "):
+        read_table(tmp_path / "step1")
     torch.save({"state": bomb}, tmp_path / "rank0.pt")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(CheckpointError, match=r"rank0.pt cannot be read: .*Rule: .*Remedy: "):
         load_small(tmp_path / "rank0.pt")
     assert not Path(bomb.target).exists()
 

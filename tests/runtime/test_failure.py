@@ -13,7 +13,7 @@ REPORT = FailureReport(
     cause="ValueError: expected 7 tokens",
     detail="Traceback (most recent call last): ...",
     reporter=0,
-    step=17,
+    batch="training batch 17 of epoch 0 (global step 17)",
     seen_while="waiting for the gradient of micro-batch 3 from rank 2",
 )
 
@@ -21,7 +21,7 @@ REPORT = FailureReport(
 def test_the_message_says_what_where_and_what_to_do() -> None:
     assert REPORT.message().splitlines() == [
         "Pipeline stopped: rank 2 (stage 1, micro-batch 3) failed: ValueError: expected 7 tokens",
-        "  doing:   Backward of micro-batch 3, in step 17",
+        "  doing:   Backward of micro-batch 3, in training batch 17 of epoch 0 (global step 17)",
         "  seen by: rank 0, waiting for the gradient of micro-batch 3 from rank 2",
         "  do:      Mend the error below; the other ranks only stopped because of it. Then restart "
         "from the last checkpoint.",
@@ -30,7 +30,7 @@ def test_the_message_says_what_where_and_what_to_do() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    bare = replace(REPORT, stage=None, micro_batch=None, step=None, reporter=2, detail="")
+    bare = replace(REPORT, stage=None, micro_batch=None, batch="", reporter=2, detail="")
     assert bare.message().splitlines()[:2] == [
         "Pipeline stopped: rank 2 failed: ValueError: expected 7 tokens",
         "  doing:   Backward of micro-batch 3",

@@ -10,7 +10,7 @@ def _mark_and_die(pipe) -> None:
     fd = progress.share()
     pipe.send(fd)
     pipe.recv()
-    progress.step = 7
+    progress.step, progress.batch = 7, "training batch 6"
     progress.mark("Backward", stage=2, micro_batch=3)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -25,6 +25,7 @@ def test_the_last_mark_of_a_killed_process_can_be_read() -> None:
     stamp = neighbour.stamp(beat=5)
     assert (stamp.stage, stamp.micro_batch, stamp.doing) == (2, 3, "Backward")
     assert (stamp.step, stamp.waiting_for, stamp.beat) == (7, None, 5)
+    assert stamp.batch == "training batch 6"
 
 
 def test_long_words_are_cut_and_a_half_character_is_dropped() -> None:

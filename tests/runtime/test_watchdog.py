@@ -44,7 +44,7 @@ def test_after_a_kill_every_survivor_leaves_within_a_second(victim: int, store: 
         assert ending.code == 1, ending.said
         assert ending.after_s < 1.0
         assert f"rank {victim} (stage {victim}, micro-batch 3) failed: killed" in ending.said
-        assert "Forward of micro-batch 3, in step 2" in ending.said
+        assert "Forward of micro-batch 3, in batch 2" in ending.said
         assert "from rank" in ending.said  # the direction the reporter waited for
 
 

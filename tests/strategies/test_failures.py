@@ -119,7 +119,13 @@ def test_a_rank_is_killed_in_a_step(fault: str, direction: str, rank: int) -> No
     """Named to the micro-batch, though it strikes at once: no stamp in the store is that fresh."""
     scenario = Scenario(fault=fault, action="kill", rank=rank, micro_batch=3 - rank)
     endings = perform(scenario)
-    check_others(scenario, endings, place_of(scenario), "killed: process", f"{direction}, in step")
+    check_others(
+        scenario,
+        endings,
+        place_of(scenario),
+        "killed: process",
+        f"{direction}, in training batch 2 of epoch 0 (global step 2)",
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -133,7 +139,9 @@ def test_a_rank_is_killed_between_steps(rank: int) -> None:
 def test_a_rank_is_killed_in_validation(rank: int) -> None:
     scenario = Scenario(fault="eval_forward", action="kill", rank=rank, trainer=VALIDATING)
     endings = perform(scenario)
-    check_others(scenario, endings, place_of(scenario), "killed: process", "Forward, in step")
+    check_others(
+        scenario, endings, place_of(scenario), "killed: process", "Forward, in validation batch"
+    )
 
 
 def test_a_rank_is_killed_in_one_of_two_pipelines() -> None:

@@ -3,13 +3,13 @@
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
-from pipeswift_lightning.plan.costs import CostError, StepCosts
+from pipeswift_lightning.plan.costs import CostError, Link, Origin, StepCosts
 from pipeswift_lightning.plan.partition import Partition
 
 __all__ = ["CostModel", "Fit", "LayerModel", "Measurement", "Shape", "TimeModel", "fit_time"]
@@ -103,7 +103,7 @@ class Fit:
     relative_error: float
 
 
-def fit_time(measurements: Sequence[Measurement]) -> Fit:
+def fit_time(measurements: Sequence[Measurement], *, quadratic: bool = True) -> Fit:
     """Return the model whose relative errors are least, none of its coefficients negative.
 
     Least squares of the relative errors, exact under the sign constraint: the best of the
@@ -111,6 +111,7 @@ def fit_time(measurements: Sequence[Measurement]) -> Fit:
 
     Args:
         measurements: At least one; several lengths are needed to tell the terms apart.
+        quadratic: Whether squared lengths may cost something.
 
     Raises:
         CostError: There is none, or one is not above 0.
@@ -135,8 +136,9 @@ def fit_time(measurements: Sequence[Measurement]) -> Fit:
     terms /= np.array([p.seconds for p in measurements])[:, None]
     scale = terms.max(axis=0)
     best_error, best = math.inf, np.zeros(3)
-    for size in (1, 2, 3):
-        for which in itertools.combinations(range(3), size):
+    num_terms = 3 if quadratic else 2
+    for size in range(1, num_terms + 1):
+        for which in itertools.combinations(range(num_terms), size):
             chosen = list(which)
             found = np.linalg.lstsq(
                 terms[:, chosen] / scale[chosen], np.ones(len(terms)), rcond=None
@@ -162,6 +164,8 @@ class LayerModel:
         output_bytes_per_token: What a cut after the layer sends for each token.
         activation_bytes_per_token: What it keeps of each token for its backward.
         recomputed_bytes_per_token: What it keeps if it is recomputed: its inputs.
+        input_gradient: The part of the backward that gives the inputs' gradients, which the
+            stage before waits for; the rest gives the weights'. None: it was not told apart.
     """
 
     forward: TimeModel
@@ -170,6 +174,7 @@ class LayerModel:
     output_bytes_per_token: float = 0.0
     activation_bytes_per_token: float = 0.0
     recomputed_bytes_per_token: float = 0.0
+    input_gradient: TimeModel | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +184,8 @@ class CostModel:
     Args:
         layers: One for each layer.
         relative_error: By how much a predicted step may be off: a gain below it is none.
+        link: The slowest link between neighbouring stages. None: it was not measured.
+        origin: What was measured, and where. None: nothing was.
 
     Raises:
         CostError: There is no layer, or the error is negative.
@@ -195,6 +202,8 @@ class CostModel:
 
     layers: tuple[LayerModel, ...]
     relative_error: float = 0.0
+    link: Link | None = None
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -283,21 +292,28 @@ class CostModel:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the model that ``to_json`` wrote.
+        """Return the model that ``to_json`` wrote, or that of a profile.
 
         Raises:
             CostError: The text is no cost model.
         """
         try:
             data = json.loads(text)
-            layers = []
-            for layer in data.pop("layers"):
-                forward, backward = (TimeModel(**layer.pop(n)) for n in ("forward", "backward"))
-                layers.append(LayerModel(forward=forward, backward=backward, **layer))
-            return cls(layers=tuple(layers), **data)
+            data = data.get("model", data)  # a profile has its model under this name
+            parts = {"link": Link, "origin": Origin}
+            for name, kind in parts.items():
+                if data.get(name) is not None:
+                    data[name] = kind(**data[name])
+            return cls(**{**data, "layers": tuple(map(_layer, data["layers"]))})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             message = (
                 f"this is no cost model: {error}. Rule: the JSON that CostModel.to_json() writes. "
                 "Remedy: profile the network again"
             )
             raise CostError(message) from error
+
+
+def _layer(data: Mapping[str, Any]) -> LayerModel:
+    names = ("forward", "backward", "input_gradient")
+    times = {name: TimeModel(**data[name]) for name in names if data.get(name) is not None}
+    return LayerModel(**{**data, **times})

@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import TypeAlias
 
-__all__ = ["CostError", "LayerCost", "Link", "StepCosts"]
+__all__ = ["CostError", "LayerCost", "Link", "Origin", "StepCosts"]
 
 Table: TypeAlias = tuple[tuple[float, ...], ...]
 
@@ -82,6 +82,34 @@ class Link:
                 "for a link whose speed does not matter"
             )
             raise CostError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where measured costs come from: they hold for the same network on the same device only.
+
+    Args:
+        structure: Digest of the network's modules, parameters and settings.
+        device: The device's name.
+        dtype: Of the parameters.
+        versions: Versions of what computes, by name.
+    """
+
+    structure: str = ""
+    device: str = ""
+    dtype: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def differences(self, other: "Origin") -> list[str]:
+        """Return in words what is not the same in ``other``.
+
+        Example:
+            >>> Origin(device="a").differences(Origin(device="b"))
+            ["device 'a' is now 'b'"]
+        """
+        names = ("structure", "device", "dtype", "versions")
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return [f"{name} {a!r} is now {b!r}" for name, a, b in pairs if a != b]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,14 @@
 """A choice in text: the plan, its prediction, what was rejected and why."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeswift_lightning.plan.cost_model import CostModel, Shape
 from pipeswift_lightning.plan.costs import Link, StepCosts
 from pipeswift_lightning.plan.evaluator import evaluator_for
 from pipeswift_lightning.plan.orders import find_order
+from pipeswift_lightning.plan.partition import solve_partition
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.search import Choice
 from pipeswift_lightning.plan.simulator import simulate
@@ -17,6 +20,7 @@ __all__ = [
     "describe_choice",
     "draw_together",
     "equal_costs",
+    "read_step_costs",
     "schedule_timelines",
 ]
 
@@ -140,6 +144,37 @@ def equal_costs(
     return StepCosts.uniform(
         num_stages, num_micro_batches, forward_s=forward_s, backward_s=backward_s
     )
+
+
+def read_step_costs(
+    text: str, num_stages: int, num_micro_batches: int, *, shape: tuple[int, int] = (1, 1)
+) -> StepCosts:
+    """Return the costs of a step from the JSON of step costs, of a cost model or of a profile.
+
+    Args:
+        text: The JSON.
+        num_stages: Stages into which a model's layers are divided, the slowest as fast as can be.
+        num_micro_batches: Micro-batches of a model's step, all alike.
+        shape: Samples of each of them, and tokens of each sample.
+
+    Raises:
+        CostError: The text is none of these.
+        PartitionError: The model has fewer layers than there are to be stages.
+
+    Example:
+        >>> from pipeswift_lightning.plan.partition import Partition
+        >>> model = CostModel.analytic([1, 1], dim=1, flops_per_s=1.0)
+        >>> costs = read_step_costs(model.to_json(), 2, 1, shape=(3, 2))
+        >>> costs == model.step_costs(Partition((0, 1), 2), [Shape.padded([2, 2, 2])])
+        True
+    """
+    if "forward_s" in (data := json.loads(text)):
+        return StepCosts(**data)
+    model = CostModel.from_json(text)
+    each = Shape.padded([shape[1]] * shape[0])
+    costs_s = [x.forward.plus(x.backward).seconds(each) for x in model.layers]
+    partition = solve_partition(costs_s, num_stages)
+    return model.step_costs(partition, [each] * num_micro_batches)
 
 
 def _time(seconds: float) -> str:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.operations import OperationCounter
+from pipeswift_lightning.runtime.structure import leaves_of, mapped
 
-__all__ = ["AbsentMode", "AbsentValueError", "entered", "left", "to_absent"]
+__all__ = ["AbsentMode", "AbsentValueError", "absent_output", "entered", "left", "to_absent"]
 
+_META = torch.device("meta")
 _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
@@ -49,11 +50,22 @@ def to_absent(value: Any) -> Any:
         >>> to_absent({"x": torch.ones(2, 3)})["x"].is_meta
         True
     """
-    return tree_map_only(Tensor, _as_meta, value)
+    return mapped(_as_meta, value)
 
 
-def _as_meta(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else tensor.detach().to("meta")
+def absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return the absent output of a layer that lives on another stage."""
+    try:
+        return to_absent(original(*to_absent(args), **to_absent(kwargs)))
+    except (RuntimeError, NotImplementedError):
+        # Some layers cannot run without data (routing, data-dependent shapes). Blocks keep the
+        # shape of their first tensor, and only the shape can matter here.
+        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
+        return torch.empty_like(tensors[0], device="meta")
+
+
+def _as_meta(leaf: Any) -> Any:
+    return leaf.detach().to("meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
 
 
 class AbsentMode(TorchFunctionMode):
@@ -110,7 +122,7 @@ class AbsentMode(TorchFunctionMode):
         if not self._any_absent(args, kwargs):
             return func(*args, **kwargs)
         if self.resolve:
-            args, kwargs = tree_map_only(Tensor, self._resolved, (args, kwargs))
+            args, kwargs = mapped(self._resolved, (args, kwargs))
             if not self._any_absent(args, kwargs):
                 return func(*args, **kwargs)
         if func == _DEVICE_GETTER:
@@ -118,7 +130,7 @@ class AbsentMode(TorchFunctionMode):
         if func == _IS_META_GETTER:
             return True
         if self.on_parameter is not None:
-            tree_map_only(nn.Parameter, self._note, (args, kwargs))
+            mapped(self._note, (args, kwargs))
         return self._run_absent(func, args, kwargs)
 
     def _run_absent(
@@ -151,8 +163,7 @@ class AbsentMode(TorchFunctionMode):
             )
             raise AbsentValueError(msg)
         args, kwargs = _with_known_shape(func, args, kwargs)
-        args, kwargs = tree_map_only(Tensor, _as_meta, (args, kwargs))
-        args, kwargs = tree_map_only(torch.device, _meta_device, (args, kwargs))
+        args, kwargs = mapped(_placed_on_meta, (args, kwargs))
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], str):
             args = (args[0], "meta", *args[2:])
         if isinstance(kwargs.get("device"), str | int):
@@ -173,13 +184,14 @@ class AbsentMode(TorchFunctionMode):
             return any(map(self._is_absent, value.values()))
         return False
 
-    def _resolved(self, tensor: Tensor) -> Tensor:
-        return self.resolve.get(id(tensor), tensor) if tensor.is_meta else tensor
+    def _resolved(self, leaf: Any) -> Any:
+        absent = isinstance(leaf, Tensor) and leaf.is_meta
+        return self.resolve.get(id(leaf), leaf) if absent else leaf
 
-    def _note(self, parameter: nn.Parameter) -> nn.Parameter:
-        assert self.on_parameter is not None
-        self.on_parameter(parameter)
-        return parameter
+    def _note(self, leaf: Any) -> Any:
+        if self.on_parameter is not None and isinstance(leaf, nn.Parameter):
+            self.on_parameter(leaf)
+        return leaf
 
 
 def _with_known_shape(
@@ -226,8 +238,8 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     return in_place or name == "__setitem__" or name in _AUGMENTED or "out" in kwargs
 
 
-def _meta_device(_: torch.device) -> torch.device:
-    return torch.device("meta")
+def _placed_on_meta(leaf: Any) -> Any:
+    return _META if isinstance(leaf, torch.device) else _as_meta(leaf)
 
 
 @contextmanager
@@ -242,9 +254,10 @@ def entered(mode: AbsentMode | None) -> Iterator[None]:
 
 @contextmanager
 def left(mode: AbsentMode | None) -> Iterator[None]:
-    """Leave ``mode`` while a layer of this stage runs: nothing in it can be absent.
+    """Leave ``mode`` while a layer is called: what runs in it is none of the step's own code.
 
-    Modes that the user's code has entered since stay as they are.
+    In a layer of this stage nothing can be absent, and every look at a tensor would cost the mode's
+    own call. Modes that the user's code has entered since stay as they are.
     """
     if mode is None:
         yield

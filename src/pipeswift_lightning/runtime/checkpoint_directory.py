@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ LATEST = "LATEST"
 TOPOLOGY_FILE = "topology.json"
 METADATA_FILE = ".metadata"
 _NAME = re.compile(r"step(\d+)(?:-v\d+)?")
+_LEFT = re.compile(_NAME.pattern + r"(?:\.old)?\.tmp")
 _UNFINISHED = ".tmp"
 _LINE = 100
 
@@ -58,26 +58,32 @@ def sync_directory(path: Path) -> None:
 
 def what_is_missing(path: Path) -> str | None:
     """Return why ``path`` is no whole checkpoint; ``None`` if it is one."""
+    found = _looked_at(path)
+    return found if isinstance(found, str) else None
+
+
+def _looked_at(path: Path) -> int | str:
+    """Return a whole checkpoint's number in its folder; else what is missing.
+
+    Another process may be removing it meanwhile.
+    """
     if path.name.endswith(_UNFINISHED):
         return "its name ends with .tmp: it was never finished"
-    if not (path / TOPOLOGY_FILE).is_file():
-        return f"it has no {TOPOLOGY_FILE}"
     try:
-        files = _described(path)["files"]
+        described = json.loads((path / TOPOLOGY_FILE).read_text())
+        sequence, files = int(described["sequence"]), dict(described["files"])
+    except (FileNotFoundError, NotADirectoryError):
+        return f"it has no {TOPOLOGY_FILE}"
     except (ValueError, KeyError, TypeError):
-        return f"its {TOPOLOGY_FILE} cannot be read"
+        return f"its {TOPOLOGY_FILE} cannot be read, or names no files"
     for name, size in files.items():
-        file = path / name
-        if not file.is_file():
+        try:
+            held = (path / name).stat().st_size
+        except FileNotFoundError:
             return f"it has no {name}"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size} bytes of {size}"
-    return None
-
-
-def _described(path: Path) -> dict[str, Any]:
-    described: dict[str, Any] = json.loads((path / TOPOLOGY_FILE).read_text())
-    return described
+        if held != size:
+            return f"{name} has {held} bytes of {size}"
+    return sequence
 
 
 def find_whole(path: Path) -> Path | None:
@@ -103,7 +109,7 @@ def find_whole(path: Path) -> Path | None:
             )
             raise CheckpointError(msg)
         return path
-    if any(_NAME.match(child.name) for child in path.iterdir()):
+    if any(_NAME.fullmatch(p.name) or _LEFT.fullmatch(p.name) for p in path.iterdir()):
         return _newest(path)
     return None
 
@@ -144,8 +150,7 @@ class CheckpointDirectory:
 
     def whole(self) -> list[Path]:
         """The whole checkpoints in it, the oldest first."""
-        found = [p for p in self._steps() if what_is_missing(p) is None]
-        return sorted(found, key=lambda p: int(_described(p)["sequence"]))
+        return [path for _, path in self._numbered()]
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint: ``LATEST`` may lag behind it, if a save died at its end."""
@@ -154,18 +159,19 @@ class CheckpointDirectory:
 
     def begin(self, step: int, keep: int | None) -> "Commit":
         """Choose a name for a checkpoint of ``step``; nothing is written yet."""
-        sequence = 1 + max((int(_described(p)["sequence"]) for p in self.whole()), default=0)
+        sequence = 1 + max((number for number, _ in self._numbered()), default=0)
         name, version = f"step{step}", 0
         while (self.path / name).exists():
             version += 1
             name = f"step{step}-v{version}"
         return Commit(self.path, name, sequence, keep)
 
-    def _steps(self) -> Iterator[Path]:
-        if self.path.is_dir():
-            for child in self.path.iterdir():
-                if _NAME.fullmatch(child.name) and child.is_dir():
-                    yield child
+    def _numbered(self) -> list[tuple[int, Path]]:
+        """The whole checkpoints with their numbers, the oldest first."""
+        if not self.path.is_dir():
+            return []
+        looked_at = [(_looked_at(p), p) for p in self.path.iterdir() if _NAME.fullmatch(p.name)]
+        return sorted((found, path) for found, path in looked_at if isinstance(found, int))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +196,9 @@ class Commit:
     def prepare(self) -> None:
         """Make an empty folder, and remove what dead saves have left; one rank calls this."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(f"step*{_UNFINISHED}"):
-            shutil.rmtree(left)
+        for left in self.folder.iterdir():
+            if _LEFT.fullmatch(left.name) and left.is_dir():  # whatever else is here is not ours
+                shutil.rmtree(left)
         self.unfinished.mkdir()
 
     def complete(self, topology: dict[str, Any]) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from pipeswift_lightning.runtime.absent import AbsentMode, entered, left, to_absent
+from pipeswift_lightning.runtime.absent import AbsentMode, absent_output, entered, left
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
 from pipeswift_lightning.runtime.rng import enter_layer
 from pipeswift_lightning.runtime.run_state import RunState
+from pipeswift_lightning.runtime.structure import leaves_of, mapped, refilled
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
@@ -261,14 +261,23 @@ class LayerCut:
             self._check_order(run, index, position)
         run.leave_gap(self.network_name)
         run.position += 1
-        if position < run.first:
-            return self._skip(run, index, original, args, kwargs)
-        leaves, spec = self._bind_arguments(run, position, args, kwargs)
+        with left(run.mode):
+            if position < run.first:
+                return self._skip(run, index, original, args, kwargs)
+            return self._run_or_end(run, position, original, args, kwargs)
+
+    def _run_or_end(
+        self, run: RunState, position: int, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        args, kwargs = self._bind_arguments(run, position, args, kwargs)
         if position == run.last and run.trace is not None:
             run.boundary = run.crossing(self.network_name)
             raise _ReachedBoundaryError
-        args, kwargs = tree_unflatten(leaves, spec) if spec is not None else (args, kwargs)
-        return self._run_local(run, position, original, args, kwargs)
+        run.reseed(position, True)  # noqa: FBT003 -- a layer
+        output = original(*args, **kwargs)
+        run.enter_gap(position + 1, output)
+        run.keep_outputs(position, output)
+        return output
 
     def _call_outside(
         self, index: int, original: Callable[..., Any], args: Any, kwargs: Any
@@ -293,12 +302,14 @@ class LayerCut:
     ) -> Any:
         assert run.trace is not None
         position = run.position - 1
-        leaves, _ = tree_flatten((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         run.remember(leaves, run.trace.inputs[position])
         key = (index, self.layers[index].training, *map(_described, leaves))
         template = self._templates.get(key)
         if template is None:
-            template = tree_flatten(_absent_output(original, args, kwargs))
+            with entered(run.mode):
+                output = absent_output(original, args, kwargs)
+            template = leaves_of(output), output
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             self._templates[key] = template
@@ -306,32 +317,36 @@ class LayerCut:
         outputs = [x.detach() if isinstance(x, Tensor) else x for x in template[0]]
         run.remember(outputs, run.trace.outputs[position])
         run.enter_gap(position + 1, outputs)
-        return tree_unflatten(outputs, template[1])
+        return refilled(template[1], outputs)
 
     def _bind_arguments(
         self, run: RunState, position: int, args: Any, kwargs: Any
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[Any, Any]:
         """Put the values that have arrived in the place of absent arguments."""
         if run.trace is None:
-            return [], None
-        leaves, spec = tree_flatten((args, kwargs))
+            return args, kwargs
+        leaves = leaves_of((args, kwargs))
         if position == run.first:
             run.remember(leaves, run.trace.inputs[position])
             if run.mode is not None:
                 run.mode.absent_parameters = False
                 run.mode.resolve = run.resolve
+        changed = False
         for leaf, value in run.trace.inputs[position]:
             if value in run.present:
-                note_present(
-                    leaves[leaf], run.present[value], f"layer {position} of {self.network_name}"
-                )
-                leaves[leaf] = run.present[value]
+                present = run.present[value]
+                note_present(leaves[leaf], present, f"layer {position} of {self.network_name}")
+                leaves[leaf] = present
+                changed = True
             elif value in run.keep:
                 run.present[value] = leaves[leaf]
         for i, leaf_value in enumerate(leaves):
             if isinstance(leaf_value, Tensor) and leaf_value.is_meta:
-                self._raise_absent(position, i)
-        return leaves, spec
+                if id(leaf_value) not in run.resolve:
+                    self._raise_absent(position, i)
+                leaves[i] = run.resolve[id(leaf_value)]
+                changed = True
+        return refilled((args, kwargs), leaves) if changed else (args, kwargs)
 
     def _raise_absent(self, position: int, leaf: int) -> None:
         msg = (
@@ -342,37 +357,20 @@ class LayerCut:
         )
         raise CutError(msg)
 
-    def _run_local(
-        self, run: RunState, position: int, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        run.reseed(position, True)  # noqa: FBT003 -- a layer
-        with left(run.mode):
-            output = original(*args, **kwargs)
-        run.enter_gap(position + 1, output)
-        run.keep_outputs(position, output)
-        return output
-
 
 def _resolved(output: Any, present: Mapping[int, Tensor]) -> Any:
     """Replace absent tensors that a step returns untouched by what has arrived for them."""
     if not present:
         return output
-    return tree_map_only(Tensor, lambda t: present.get(id(t), t) if t.is_meta else t, output)
+
+    def resolved(leaf: Any) -> Any:
+        return present.get(id(leaf), leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+    return mapped(resolved, output)
 
 
 def _described(leaf: Any) -> Hashable:
     """Return what of an argument decides the shapes and types of a layer's outputs."""
     if isinstance(leaf, Tensor):
-        return (tuple(leaf.shape), leaf.dtype)
+        return (leaf.shape, leaf.dtype)
     return (type(leaf), leaf if isinstance(leaf, _VALUES) else None)
-
-
-def _absent_output(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the absent output of a layer that lives on another stage."""
-    try:
-        return to_absent(original(*to_absent(args), **to_absent(kwargs)))
-    except (RuntimeError, NotImplementedError):
-        # Some layers cannot run without data (routing, data-dependent shapes). Blocks keep the
-        # shape of their first tensor, and only the shape can matter here.
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-        return torch.empty_like(tensors[0], device="meta")

@@ -44,7 +44,8 @@ class FailureReport:
         cause: The exception's type and text, or e.g. ``"killed"``, ``"silent for 10.2 s"``.
         detail: The traceback, or every rank's wait in a deadlock; may be empty.
         reporter: The rank that noticed.
-        step: The training step it was in, if known.
+        batch: The batch it was at, as in ``"training batch 3 of epoch 0 (global step 3)"``; empty
+            if there was none yet.
         seen_while: What the reporter did when it noticed; empty if it is the failed rank itself.
         kind: The sort of failure; it selects the advice in :meth:`message`.
 
@@ -64,7 +65,7 @@ class FailureReport:
     cause: str
     detail: str
     reporter: int
-    step: int | None = None
+    batch: str = ""
     seen_while: str = ""
     kind: FailureKind = "exception"
 
@@ -90,8 +91,8 @@ class FailureReport:
         return f"rank {self.rank}{f' ({where})' if where else ''}"
 
     def activity(self) -> str:
-        """Return what the rank did, and in which step."""
-        return self.doing + (f", in step {self.step}" if self.step is not None else "")
+        """Return what the rank did, and at which batch."""
+        return self.doing + (f", in {self.batch}" if self.batch else "")
 
     def remedy(self) -> str:
         """Return what to do."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from pipeswift_lightning.runtime.network_call import CutError
+from pipeswift_lightning.runtime.unjoined import Unjoined, aligned, constant
 
 __all__ = ["JoinedOutputs", "join_outputs"]
 
@@ -18,7 +18,8 @@ class JoinedOutputs:
     """The outputs of all micro-batches as one.
 
     Attributes:
-        sizes: Samples of each micro-batch.
+        sizes: Rows of each micro-batch; samples, as a rule.
+        weights: What each micro-batch counts in scalars; they sum to 1.
         spec: The structure of the output.
         leaves: Its leaves in order, with ``None`` in the places of tensors.
         places: The places of the tensors among the leaves.
@@ -28,6 +29,7 @@ class JoinedOutputs:
     """
 
     sizes: tuple[int, ...]
+    weights: tuple[float, ...]
     spec: TreeSpec
     leaves: tuple[Any, ...]
     places: tuple[int, ...]
@@ -54,46 +56,57 @@ class JoinedOutputs:
                 continue
             tensors.append(part)
             if gradient.dim() == 0:
-                shares.append(gradient * (size / sum(self.sizes)))
+                shares.append(gradient * self.weights[micro_batch])
             else:
                 shares.append(gradient if len(self.sizes) == 1 else gradient[start : start + size])
         return tensors, shares
 
 
-def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> JoinedOutputs:
+def join_outputs(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    network: str,
+    weights: Sequence[float] | None = None,
+) -> JoinedOutputs:
     """Join what the network returned for each micro-batch, in the batch's order.
 
-    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged
-    with the micro-batches' samples as weights.
+    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged.
+    What cannot be joined is an error where the step uses it (see `Unjoined`).
+
+    Args:
+        outputs: For each micro-batch, what the network returned.
+        sizes: Rows of each micro-batch.
+        network: How errors name the network.
+        weights: What each micro-batch counts in scalars; by its rows, unless given.
 
     Raises:
-        CutError: An output tensor has no row a sample.
+        CutError: The outputs hold numbers that differ from micro-batch to micro-batch.
 
     Example:
         >>> join_outputs([torch.zeros(2, 1), torch.ones(1, 1)], [2, 1], "net").tensors[0].tolist()
         [[0.0], [0.0], [1.0]]
     """
-    flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(output) for output in outputs]
-    if any(spec != flat[0][1] for _, spec in flat):
-        msg = f"{network} returned structures that differ from micro-batch to micro-batch"
-        raise CutError(msg)
+    flat: list[tuple[list[Any], TreeSpec]] = [tree_flatten(o) for o in aligned(outputs, network)]
+    shares = [size / sum(sizes) for size in sizes] if weights is None else weights
     leaves: list[Any] = []
     places: list[int] = []
     tensors: list[Tensor] = []
     wanted: list[bool] = []
     parts: list[list[Tensor]] = [[] for _ in outputs]
     for column in zip(*(f[0] for f in flat), strict=True):
-        if not isinstance(column[0], Tensor):
-            leaves.append(_constant(column, network))
+        joined = _joined(column, sizes, shares, network)
+        if not isinstance(joined, Tensor):
+            leaves.append(joined)
             continue
         places.append(len(leaves))
         leaves.append(None)
-        tensors.append(_join_tensors(column, sizes, network))
-        wanted.append(any(part.requires_grad for part in column))
+        tensors.append(joined)
+        wanted.append(torch.is_grad_enabled() and any(part.requires_grad for part in column))
         for mine, part in zip(parts, column, strict=True):
             mine.append(part)
     return JoinedOutputs(
         sizes=tuple(sizes),
+        weights=tuple(shares),
         spec=flat[0][1],
         leaves=tuple(leaves),
         places=tuple(places),
@@ -103,37 +116,25 @@ def join_outputs(outputs: Sequence[Any], sizes: Sequence[int], network: str) -> 
     )
 
 
-def _constant(column: Sequence[Any], network: str) -> Any:
-    if any(value != column[0] for value in column):
-        msg = (
-            f"{network} returned {list(column)[:4]} for different micro-batches: numbers that "
-            "depend on the micro-batch cannot be joined. Remedy: return them as tensors with a "
-            'row a sample, or PipeSwiftStrategy(loss="per_sample")'
-        )
-        raise CutError(msg)
-    return column[0]
-
-
-def _join_tensors(column: Sequence[Tensor], sizes: Sequence[int], network: str) -> Tensor:
+def _joined(
+    column: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], network: str
+) -> Any:
+    """Join one leaf: a tensor, a constant, or what stands for neither."""
+    if not all(isinstance(part, Tensor) for part in column):
+        return constant(column, network)
     detached = [part.detach() for part in column]
-    if len(detached) == 1:
+    if len(detached) == 1 and not detached[0].is_meta:
         return detached[0].clone()
     if all(part.dim() == 0 for part in detached):
         if not detached[0].is_floating_point():
             return detached[-1]
-        total = sum(sizes)
         return sum(
-            (part * (size / total) for part, size in zip(detached, sizes, strict=True)),
+            (part * weight for part, weight in zip(detached, weights, strict=True) if weight),
             start=torch.zeros_like(detached[0]),
         )
     by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
-    if not by_row or len({part.shape[1:] for part in detached}) > 1:
+    if not by_row or len({p.shape[1:] for p in detached}) > 1 or any(p.is_meta for p in detached):
         shapes = [list(part.shape) for part in detached]
-        msg = (
-            f"{network} returned tensors of shapes {shapes} for micro-batches of {list(sizes)} "
-            "samples. Rule: to see the whole batch, the loss needs outputs with a row a sample. "
-            "Remedy: return them with a row a sample, or PipeSwiftStrategy(micro_batches=1), or "
-            'loss="per_sample" if the loss is a mean over samples'
-        )
-        raise CutError(msg)
+        what = f"tensors of shapes {shapes} for micro-batches of {list(sizes)} samples"
+        return Unjoined(what, network)
     return torch.cat(detached)

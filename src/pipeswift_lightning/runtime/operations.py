@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+
+from pipeswift_lightning.runtime.structure import leaves_of
 
 __all__ = ["Operation", "OperationCounter", "mark_dependent"]
 
@@ -37,7 +38,7 @@ class Operation:
 
 def mark_dependent(value: Any) -> None:
     """Note that the tensors in ``value`` depend on parameters."""
-    for leaf in tree_flatten(value)[0]:
+    for leaf in leaves_of(value):
         if isinstance(leaf, Tensor):
             setattr(leaf, _DEPENDS, True)
 
@@ -80,7 +81,7 @@ class OperationCounter:
 
     def count(self, func: Callable[..., Any], result: Any) -> None:
         """Count a call that returned ``result``; what returns no tensor does not count."""
-        leaves = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        leaves = [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
         if not leaves:
             return
         for i, leaf in enumerate(leaves):

@@ -234,11 +234,12 @@ class LocalShare:
 
     def shared_groups(self, groups: MeshGroups) -> dict[dist.ProcessGroup, list[nn.Parameter]]:
         """The parameters that this stage shares with others, by the owners' group."""
-        parameters = dict(self.module.named_parameters())
+        shared = self.owners.shared()
+        mine = {stages: names for stages, names in shared.items() if self.stage in stages}
+        parameters = dict(self.module.named_parameters()) if mine else {}
         return {
             groups.shared[stages]: [parameters[name] for name in names]
-            for stages, names in self.owners.shared().items()
-            if self.stage in stages
+            for stages, names in mine.items()
         }
 
     def _place(self, name: str, parameter: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ __all__ = ["EVERYONE", "NeighbourProgress", "Progress", "Stamp"]
 EVERYONE = -2  # what a rank in a collective waits for
 
 
-_CELL = struct.Struct("<iiiq200s")  # stage, micro-batch, awaited rank, step, words
+_CELL = struct.Struct("<iiiq200s100s")  # stage, micro-batch, awaited rank, step, words, batch
 _NONE = -1  # how a cell says None
 
 
@@ -37,6 +37,7 @@ class Progress:
         step: Runs of the schedule so far; raised by one at each, so that the same wait in the
             next step counts as progress.
         moves: Counts the marks, so that the same wait again counts as progress.
+        batch: Which batch is at work, in the user's words; processes of this host see 100 bytes.
 
     Example:
         >>> progress = Progress()
@@ -49,6 +50,7 @@ class Progress:
     waiting_for: int | None = None
     step: int | None = None
     moves: int = 0
+    batch: str = ""
     _cell: bytearray | mmap.mmap = field(
         default_factory=lambda: bytearray(_CELL.size), init=False, repr=False, compare=False
     )
@@ -82,6 +84,7 @@ class Progress:
             _NONE if peer is None else peer,
             _NONE if step is None else step,
             self.doing.encode(),
+            self.batch.encode(),
         )
 
     def share(self) -> int | None:
@@ -112,7 +115,7 @@ class NeighbourProgress:
 
     def stamp(self, beat: int) -> "Stamp":
         """Return what it shows."""
-        *numbers, doing = _CELL.unpack_from(self._map)
+        *numbers, doing, batch = _CELL.unpack_from(self._map)
         stage, micro_batch, peer, step = (None if n == _NONE else n for n in numbers)
         return Stamp(
             beat=beat,
@@ -121,6 +124,7 @@ class NeighbourProgress:
             doing=doing.rstrip(b"\0").decode(errors="ignore"),
             waiting_for=peer,
             step=step,
+            batch=batch.rstrip(b"\0").decode(errors="ignore"),
         )
 
 
@@ -138,6 +142,7 @@ class Stamp:
         waiting_for: See above.
         step: See above.
         moves: See above.
+        batch: See above.
     """
 
     beat: int
@@ -149,6 +154,7 @@ class Stamp:
     waiting_for: int | None = None
     step: int | None = None
     moves: int = 0
+    batch: str = ""
 
     @classmethod
     def of(cls, progress: Progress, *, beat: int, still_s: float, is_done: bool = False) -> "Stamp":
@@ -163,6 +169,7 @@ class Stamp:
             waiting_for=progress.waiting_for,
             step=progress.step,
             moves=progress.moves,
+            batch=progress.batch,
         )
 
     @property

@@ -1,15 +1,15 @@
 """The state of one pass of the step over the layers of a stage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from pipeswift_lightning.runtime.absent import AbsentMode
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.operations import Operation, OperationCounter, mark_dependent
+from pipeswift_lightning.runtime.structure import leaves_of
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["RunState"]
@@ -38,14 +38,13 @@ class RunState:
     boundary: tuple[Tensor, ...] = ()
     resolve: dict[int, Tensor] = field(default_factory=dict)
     alive: list[Tensor] = field(default_factory=list)
-    _wanted: dict[Operation, int] = field(default_factory=dict)
+    _wanted: Mapping[Operation, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         trace = self.trace
         if trace is None or self.mode is None or not trace.operations:
             return
-        crossing = {*trace.carried(self.first), *trace.carried(self.last)}
-        self._wanted = {op: value for value, op in trace.operations.items() if value in crossing}
+        self._wanted = trace.crossing(self.first, self.last)
         if self._wanted:
             mark_dependent(list(self.present.values()))
             self.mode.counter = OperationCounter(self._made)
@@ -105,7 +104,7 @@ class RunState:
         """Note which outputs of a layer the next stage needs."""
         if self.trace is None or not self.keep:
             return
-        leaves = tree_flatten(output)[0]
+        leaves = leaves_of(output)
         for leaf, value in self.trace.outputs[position]:
             if value in self.keep:
                 self.present[value] = leaves[leaf]

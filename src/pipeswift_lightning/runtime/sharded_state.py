@@ -89,8 +89,16 @@ class _Reader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / METADATA_FILE).open("rb") as file:
-            metadata: Metadata = _DescriptionUnpickler(file).load()
+        path = Path(self.path) / METADATA_FILE
+        try:
+            with path.open("rb") as file:
+                metadata = _DescriptionUnpickler(file).load()
+        except CheckpointError:
+            raise
+        except Exception as error:  # an unpickler of damaged bytes may raise anything
+            raise _unreadable(path, error) from error
+        if not isinstance(metadata, Metadata):
+            raise _unreadable(path, TypeError(f"it describes a {type(metadata).__name__}"))
         return metadata
 
 
@@ -143,8 +151,23 @@ def save_small(value: Any) -> bytes:
 
 
 def load_small(path: Path) -> Any:
-    """Read what `save_small` has made; nothing is executed."""
-    return torch.load(path, weights_only=True, map_location="cpu")
+    """Read what `save_small` has made; nothing is executed.
+
+    Raises:
+        CheckpointError: It is something else.
+    """
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    return CheckpointError(
+        f"{path} cannot be read: {reason}. Rule: only what a save has written is read, and nothing "
+        "in it is executed. Remedy: another checkpoint; do not trust this file"
+    )
 
 
 class NameCheck(DefaultSavePlanner):

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import nn
 from pipeswift_lightning.runtime.checkpoint_directory import TOPOLOGY_FILE, CheckpointError
 from pipeswift_lightning.runtime.ownership import ParameterTable
 
-__all__ = ["FORMAT_VERSION", "Layout", "Structure", "Topology", "versions"]
+__all__ = ["FORMAT_VERSION", "Layout", "Structure", "Topology", "require_keys", "versions"]
 
-FORMAT_VERSION = 1
+_PACKAGE = "pipeswift-lightning"
+FORMAT_VERSION = 2  # 2: what each replica has learnt of its loss ("steps" in rank<N>.pt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,20 +151,27 @@ class Topology:
         described = json.loads((path / TOPOLOGY_FILE).read_text())
         version = described.pop("format_version", None)
         if version != FORMAT_VERSION:
+            age = "newer" if isinstance(version, int) and version > FORMAT_VERSION else "older"
+            wrote = described.get("versions", {}).get(_PACKAGE, "which it does not name")
             msg = (
                 f"{path} has format version {version!r}. Rule: this version of the package reads "
-                f"{FORMAT_VERSION}. Remedy: use that which wrote it"
+                f"format version {FORMAT_VERSION} alone. Remedy: use the {age} {_PACKAGE} that "
+                f"wrote it, {wrote}"
             )
             raise CheckpointError(msg)
+        where = path / TOPOLOGY_FILE
+        require_keys(described, _KEYS, where)
         model = described.pop("model")
+        require_keys(model, ("digest", *_names(Structure)), where, within="model")
+        layout = described.pop("layout")
+        require_keys(layout, _names(Layout), where, within="layout")
         digest = model.pop("digest")
-        layout = Layout(**described.pop("layout"))
         for extra in ("files", "sequence"):
             described.pop(extra)
-        topology = cls(structure=Structure(**model), layout=layout, **described)
+        topology = cls(structure=Structure(**model), layout=Layout(**layout), **described)
         if topology.structure.digest != digest:
             msg = (
-                f"{path}/{TOPOLOGY_FILE} has been changed: the digest of the model's names and "
+                f"{where} has been changed: the digest of the model's names and "
                 "shapes does not fit. Rule: a checkpoint is read as it was written. Remedy: "
                 "restore the file, or use another checkpoint"
             )
@@ -170,6 +179,45 @@ class Topology:
         return topology
 
 
+def _names(of: type[Structure] | type[Layout] | type[Topology]) -> list[str]:
+    return [entry.name for entry in fields(of)]
+
+
+_KEYS = (*(set(_names(Topology)) - {"structure"}), "model", "files", "sequence")
+
+
+def require_keys(held: Any, keys: Iterable[str], where: Path, *, within: str = "") -> None:
+    """See that a part of a checkpoint has the keys that its format version gives it.
+
+    Args:
+        held: What was read.
+        keys: Its keys.
+        where: The file.
+        within: The part of the file; empty for all of it.
+
+    Raises:
+        CheckpointError: Some are missing, or there are others; the message names all of them.
+    """
+    found = set(held) if isinstance(held, Mapping) else set()
+    wrong = []
+    for verb, names in (("lacks", set(keys) - found), ("has an unknown", found - set(keys))):
+        if names:
+            wrong.append(f"{verb} {', '.join(map(repr, sorted(names)))}")
+    if wrong:
+        part = f"{within!r} in {where}" if within else f"{where}"
+        msg = (
+            f"{part} {' and '.join(wrong)}. Rule: a checkpoint of format version {FORMAT_VERSION} "
+            "has all of its keys and no others. Remedy: it was changed or damaged; use another "
+            "checkpoint"
+        )
+        raise CheckpointError(msg)
+
+
 def versions(**packages: str) -> dict[str, str]:
-    """Return the versions of Python, torch and ``packages``."""
-    return {"python": platform.python_version(), "torch": torch.__version__, **packages}
+    """Return the versions of Python, torch, this package and ``packages``."""
+    try:
+        own = metadata.version(_PACKAGE)
+    except metadata.PackageNotFoundError:  # run from a checkout
+        own = "not installed"
+    python = platform.python_version()
+    return {_PACKAGE: own, "python": python, "torch": torch.__version__, **packages}

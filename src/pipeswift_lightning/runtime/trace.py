@@ -57,6 +57,12 @@ class StepTrace:
     returns_scalar: bool = False
     returned_rows: frozenset[int] = frozenset()
     only_whole: str = ""
+    _carried: dict[int, tuple[int, ...]] = field(  # asked for by each run of the step
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _crossing: dict[tuple[int, int], dict[Operation, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def num_layers(self) -> int:
@@ -74,10 +80,26 @@ class StepTrace:
         """
         if not 0 < boundary < self.num_layers:
             return ()
-        return tuple(
-            index
-            for index, value in enumerate(self.values)
-            if value.created_in_gap <= boundary
-            and value.named_at <= boundary
-            and value.last_use >= boundary
-        )
+        if boundary not in self._carried:
+            self._carried[boundary] = tuple(
+                index
+                for index, value in enumerate(self.values)
+                if value.created_in_gap <= boundary
+                and value.named_at <= boundary
+                and value.last_use >= boundary
+            )
+        return self._carried[boundary]
+
+    def crossing(self, first: int, last: int) -> Mapping[Operation, int]:
+        """Return the values that code outside the layers makes, and that cross a stage's cuts.
+
+        Args:
+            first: The stage's first layer.
+            last: The next stage's first layer.
+        """
+        if (first, last) not in self._crossing:
+            values = {*self.carried(first), *self.carried(last)}
+            self._crossing[first, last] = {
+                operation: value for value, operation in self.operations.items() if value in values
+            }
+        return self._crossing[first, last]

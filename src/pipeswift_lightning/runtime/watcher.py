@@ -180,7 +180,7 @@ class Watcher:
             cause=cause,
             detail=detail,
             reporter=self._rank,
-            step=seen.step,
+            batch=seen.batch,
             seen_while="" if rank == self._rank else mine.doing,
             kind=kind,
         )

@@ -11,53 +11,20 @@ from typing import Any, Self
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
+from pipeswift_lightning.strategies.loader_seeds import LoaderSeeds
 from pipeswift_lightning.strategies.logged_result import described, revived
 from pipeswift_lightning.strategies.random_state import get_random_state, set_random_state
 
-__all__ = ["EpochPosition", "LoaderSeeds", "metric_states"]
+__all__ = ["EpochPosition", "metric_states"]
 
 Values = dict[str, dict[str, Tensor]]
-
-
-@dataclass(slots=True)
-class LoaderSeeds:
-    """The random states in which the epoch's iterator was made, and in which it was first asked.
-
-    Lightning makes the first epoch's iterator long before its first batch, the others' just before.
-    """
-
-    device: torch.device
-    before_iterator: dict[str, Any] | None = None
-    before_batches: dict[str, Any] | None = None
-    _is_made: bool = False
-
-    def note_set_up(self) -> None:
-        """Note that Lightning is about to make an iterator outside an epoch."""
-        self.before_iterator, self.before_batches = get_random_state(self.device), None
-        self._is_made = True
-
-    def note_epoch(self) -> None:
-        """Note that an epoch begins."""
-        now = get_random_state(self.device)
-        if self._is_made:
-            self.before_batches, self._is_made = now, False
-        else:
-            self.before_iterator, self.before_batches = now, None
-
-    def as_state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return {"iterator": self.before_iterator, "batches": self.before_batches}
-
-    def load(self, state: Mapping[str, Any], *, is_made: bool) -> None:
-        """Take what a checkpoint has kept."""
-        self.before_iterator, self.before_batches = state["iterator"], state["batches"]
-        self._is_made = is_made
 
 
 @dataclass(slots=True)
@@ -125,11 +92,13 @@ class EpochPosition:
         fetcher, loader = trainer.fit_loop._data_fetcher, trainer.fit_loop._combined_loader
         assert fetcher is not None and loader is not None  # noqa: PT018 -- Lightning's set-up
         if not any(isinstance(part, _Stateful) for part in loader.flattened):
+            for part in loader.flattened:  # Lightning does it later, before an epoch's first batch
+                _set_sampler_epoch(part, trainer.current_epoch)
             if seeds.before_iterator is not None and not _are_iterators(loader.flattened):
-                set_random_state(seeds.before_iterator, seeds.device)
+                seeds.restore(seeds.before_iterator)
                 iter(fetcher)
             if seeds.before_batches is not None:
-                set_random_state(seeds.before_batches, seeds.device)
+                seeds.restore(seeds.before_batches)
             self._drop(fetcher)
             if not self.batches:
                 return  # the iterator that was just made has drawn what it would have drawn

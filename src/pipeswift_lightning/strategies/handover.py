@@ -20,11 +20,11 @@ class GradientHandover:
 
     def __init__(self) -> None:
         self._accumulated: dict[str, Tensor | None] = {}
-        self._new: dict[str, Tensor | None] = {}
+        self._new: list[tuple[nn.Parameter, Tensor]] = []
 
     def begin(self, module: nn.Module) -> None:
         """Put the gradients that are there aside."""
-        self._new = {}
+        self._new = []
         self._accumulated = {}
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
@@ -37,18 +37,17 @@ class GradientHandover:
         A skipped batch has none, though earlier stages were told that theirs are zero.
         """
         for name, parameter in parameters.items():
-            self._new[name] = None if skipped else parameter.grad
+            if parameter.grad is not None and not skipped:
+                self._new.append((parameter, parameter.grad))
             parameter.grad = self._accumulated.get(name)
         self._accumulated = {}
 
-    def hand_over(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def hand_over(self) -> None:
         """Add the step's gradients to those that are there."""
-        for name, parameter in parameters.items():
-            gradient = self._new.pop(name, None)
-            if gradient is not None:
-                held = parameter.grad
-                parameter.grad = gradient if held is None else held.add_(gradient)
-        self._new = {}
+        for parameter, gradient in self._new:
+            held = parameter.grad
+            parameter.grad = gradient if held is None else held.add_(gradient)
+        self._new = []
 
 
 def skipped_loss(device: torch.device) -> Tensor:

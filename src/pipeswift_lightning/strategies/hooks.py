@@ -6,17 +6,17 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, assert_never
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.plan.microbatches import MicroBatches
+from pipeswift_lightning.runtime.announcement import announce
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -52,6 +52,22 @@ class StepHook(IntEnum):
     def method(self) -> str:
         """Name of the LightningModule's method."""
         return f"{self.name.lower()}_step"
+
+
+def _in_words(trainer: Trainer, hook: StepHook) -> str:
+    """Return which batch a step is at, as the user counts."""
+    match hook:
+        case StepHook.TRAINING:
+            where, index = f" of epoch {trainer.current_epoch}", trainer.fit_loop.batch_idx
+        case StepHook.PREDICT:
+            where, index = "", trainer.predict_loop.batch_progress.current.ready - 1
+        case StepHook.VALIDATION | StepHook.TEST:
+            loop = trainer._evaluation_loop
+            where, index = "", loop.batch_progress.current.ready - 1
+        case _:
+            assert_never(hook)
+    kind = "sanity-check" if trainer.sanity_checking else hook.name.lower()
+    return f"{kind} batch {index}{where} (global step {trainer.global_step})"
 
 
 def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any]:
@@ -105,6 +121,7 @@ class StepRunner:
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
+        self._session.progress.batch = _in_words(self._module.trainer, hook)
         self._session.progress.mark(f"preparing {hook.method}")
         batch, *rest = args
         if self._runs_whole():
@@ -294,13 +311,12 @@ class StepRunner:
         session = self._session
         if session.num_stages == 1:
             return result
-        box = [tree_map_only(Tensor, lambda t: t.cpu(), result)] if session.is_last else [None]
         last = session.groups.mesh.rank(
             stage=session.num_stages - 1, replica=session.groups.coordinate.replica
         )
         with in_collective("waiting for the last stage's loss and logs", session.progress):
-            dist.broadcast_object_list(box, src=last, group=session.groups.pipeline)
-        return tree_map_only(Tensor, lambda t: t.to(session.device), box[0])
+            told = announce(result, last, session.groups.pipeline, session.device)
+        return tree_map_only(Tensor, lambda t: t.to(session.device), told)
 
 
 def _scale(precision: Precision) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,11 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Sync,
 )
 
+from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
+
 __all__ = ["described", "revived"]
+
+_REDUCTIONS = ("mean", "sum", "min", "max")
 
 _PLAIN = (
     "fx",
@@ -43,7 +47,18 @@ def described(metric: _ResultMetric) -> dict[str, Any]:
 
 
 def revived(state: dict[str, Any], trainer: Trainer, module: LightningModule) -> _ResultMetric:
-    """Return what Lightning had for a value that `described` describes, still without its sum."""
+    """Return what Lightning had for a value that `described` describes, still without its sum.
+
+    Raises:
+        CheckpointError: ``state`` names another function than Lightning's reductions.
+    """
+    if state["reduce"] not in _REDUCTIONS:
+        msg = (
+            f"the checkpoint names the reduction {state['reduce']!r}. Rule: it is one of "
+            f"{', '.join(_REDUCTIONS)}: reading a checkpoint executes nothing. Remedy: another "
+            "checkpoint; do not trust this one"
+        )
+        raise CheckpointError(msg)
     meta = _Metadata(
         **{name: state[name] for name in _PLAIN},
         reduce_fx=getattr(builtins if state["is_builtin"] else torch, state["reduce"]),

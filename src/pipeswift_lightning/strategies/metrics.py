@@ -6,12 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
+from pipeswift_lightning.runtime.announcement import announce
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.progress import Progress
@@ -92,13 +92,12 @@ class SharedMetrics:
         if self._in_step():
             return original(*args, **kwargs)
         mesh, place = self._groups.mesh, self._groups.coordinate
-        box: list[Any] = [None]
-        if place.stage == mesh.num_stages - 1:
-            box = [_to_cpu(original(*args, **kwargs))]
+        last = place.stage == mesh.num_stages - 1
+        value = original(*args, **kwargs) if last else None
         source = mesh.rank(stage=mesh.num_stages - 1, replica=place.replica)
         with in_collective("waiting for a metric's value", self._progress):
-            dist.broadcast_object_list(box, source, group=self._groups.pipeline)
-        return tree_map_only(Tensor, lambda t: t.to(self._device), box[0])
+            value = announce(value, source, self._groups.pipeline, self._device)
+        return tree_map_only(Tensor, lambda t: t.detach().to(self._device), value)
 
 
 def _copied(state: Any) -> Any:
@@ -111,7 +110,3 @@ def _counters(metric: Metric) -> tuple[int, Any, Any]:
 
 def _not_distributed() -> bool:
     return False
-
-
-def _to_cpu(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t.detach().cpu(), value)

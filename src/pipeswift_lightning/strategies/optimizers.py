@@ -12,12 +12,24 @@ from torch.optim import Optimizer
 
 from pipeswift_lightning.runtime.ownership import ParameterTable
 
-__all__ = ["OptimizerNames", "StageOptimizers", "clip_by_global_norm", "unwrapped"]
+__all__ = [
+    "OptimizerNames",
+    "StageOptimizers",
+    "clip_by_global_norm",
+    "load_settings",
+    "unwrapped",
+]
 
 
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """Return the torch optimizer."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def load_settings(optimizer: Optimizer, recorded: Sequence[Mapping[str, Any]]) -> None:
+    """Give an optimizer's groups the settings that a checkpoint has kept, such as their rates."""
+    for group, settings in zip(unwrapped(optimizer).param_groups, recorded, strict=True):
+        group.update({key: value for key, value in settings.items() if key != "params"})
 
 
 class StageOptimizers(Protocol):

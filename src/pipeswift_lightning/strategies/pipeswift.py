@@ -295,7 +295,7 @@ class PipeSwiftStrategy(ObservedStrategy):
             return self._backward(closure_loss, optimizer, *args, **kwargs)
         # The hooks alone: a scaling plugin must not touch a loss that is only looked at.
         Precision.pre_backward(self.precision_plugin, closure_loss, module)
-        self._handover.hand_over(self.session.local_parameters())
+        self._handover.hand_over()
         self._reduce_gradients()
         return Precision.post_backward(self.precision_plugin, closure_loss, module)
 

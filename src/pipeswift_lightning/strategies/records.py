@@ -160,11 +160,12 @@ def replay(
     Without replicas every rank logs the same, so there is nothing to synchronise; saying that it
     is spares the user Lightning's advice to do so.
     """
-    metrics = {n: m for n, m in module.named_modules() if isinstance(m, Metric)}
+    logged = any(entry.metric is not None for entry in logs)
+    metrics = dict(module.named_modules()) if logged else {}
     for entry in logs:
         value: Any = entry.value.to(device) if entry.value is not None else None
         if entry.metric is not None:
-            metric = metrics[entry.metric]
+            metric: Any = metrics[entry.metric]
             metric._forward_cache = value
             metric._update_count = max(1, metric._update_count)
             metric._computed = None

@@ -163,8 +163,7 @@ class PipelineSession:
 
     def look_at(self, call: StepCall) -> StepTrace | None:
         """Return how the step hangs together; ``None`` if it runs whole in this process."""
-        with preserved_rng(self.device):
-            return self._trace(call)
+        return self._trace(call)
 
     def run(self, call: StepCall, scope: LossScope) -> StepProgram | WholeBatchProgram:
         """Run one step over the pipeline.
@@ -293,7 +292,8 @@ class PipelineSession:
         trace = self._traces.get(key)
         if trace is None:
             self._agree(batch_facts(self.module, call.hook, call.batch))
-            trace = look_at_step(self.module, self.cut, self._metrics, call, first)
+            with preserved_rng(self.device):
+                trace = look_at_step(self.module, self.cut, self._metrics, call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO:
                 self._undo_cut()
                 networks = find_networks(self.module, self.options.network)
@@ -351,16 +351,17 @@ class PipelineSession:
 
     def reduce_gradients(self) -> None:
         """Sum shared parameters over their stages, and average over the replicas."""
+        replicas = self.groups.replicas if self.groups.mesh.num_replicas > 1 else None
+        shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         if self.share is None:
             own = [p for p in self.module.parameters() if p.requires_grad]
-            shared: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         elif self.transparent is not None:  # each call has summed its own already
-            own, shared = list(self.share.local().values()), {}
+            own = list(self.share.local().values())
         else:
             shared = self.share.shared_groups(self.groups)
             in_shared = {id(p) for parameters in shared.values() for p in parameters}
-            own = [p for p in self.share.local().values() if id(p) not in in_shared]
-        replicas = self.groups.replicas if self.groups.mesh.num_replicas > 1 else None
+            local = self.share.local() if replicas is not None else {}
+            own = [p for p in local.values() if id(p) not in in_shared]
         reduce_gradients(own, shared, replicas)
 
     def local_parameters(self) -> dict[str, nn.Parameter]:

@@ -1,7 +1,7 @@
 """A checkpoint in shards, as one rank reads it: what belongs here, whatever topology wrote it."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
 from pipeswift_lightning.runtime.mesh import Coordinate, Mesh
 from pipeswift_lightning.runtime.sharded_state import load_small, read_table, read_tensors
-from pipeswift_lightning.runtime.topology import Structure, Topology
+from pipeswift_lightning.runtime.topology import Structure, Topology, require_keys
 from pipeswift_lightning.strategies.epoch_position import EpochPosition
 from pipeswift_lightning.strategies.loss_scope import joined_states
 from pipeswift_lightning.strategies.merged_metrics import merged_metrics
@@ -21,6 +21,16 @@ from pipeswift_lightning.strategies.training_state import MODEL, OPTIMIZER
 __all__ = ["LIGHTNING_FILE", "ShardSource", "rank_file"]
 
 LIGHTNING_FILE = "lightning.pt"
+RANK_KEYS = ("position", "seeds", "optimizer_values", "extra_state", "loader", "steps")
+_LIGHTNING_KEYS = (
+    "epoch",
+    "global_step",
+    "pytorch-lightning_version",
+    "loops",
+    "callbacks",
+    "optimizer_states",
+    "lr_schedulers",
+)
 _SHOWN = 20
 
 
@@ -51,13 +61,21 @@ class ShardSource:
 
     def lightning_state(self) -> dict[str, Any]:
         """Return Lightning's own state: loops, callbacks, schedulers, hyper-parameters."""
-        state: dict[str, Any] = load_small(self.path / LIGHTNING_FILE)
+        file = self.path / LIGHTNING_FILE
+        state: dict[str, Any] = load_small(file)
+        # Callbacks and hyper-parameters have keys of their own beside these.
+        require_keys({k: state[k] for k in _LIGHTNING_KEYS if k in state}, _LIGHTNING_KEYS, file)
         return state
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Return what only ``rank`` of the run that saved knew."""
         if rank not in self._ranks:
-            self._ranks[rank] = load_small(self.path / rank_file(rank))
+            file = self.path / rank_file(rank)
+            state: dict[str, Any] = load_small(file)
+            require_keys(state, RANK_KEYS, file)
+            position = [entry.name for entry in fields(EpochPosition)]
+            require_keys(state["position"], position, file, within="position")
+            self._ranks[rank] = state
         return self._ranks[rank]
 
     def is_like(self, mesh: Mesh) -> bool:

@@ -17,10 +17,10 @@ from pipeswift_lightning.runtime.checkpoint_directory import (
     find_whole,
 )
 from pipeswift_lightning.runtime.topology import Layout, Structure, Topology, versions
-from pipeswift_lightning.strategies.epoch_position import EpochPosition, LoaderSeeds
+from pipeswift_lightning.strategies.epoch_position import EpochPosition
 from pipeswift_lightning.strategies.hushed_warning import HushedWarning
-from pipeswift_lightning.strategies.optimizers import unwrapped
-from pipeswift_lightning.strategies.random_state import get_random_state
+from pipeswift_lightning.strategies.loader_seeds import LoaderSeeds
+from pipeswift_lightning.strategies.optimizers import load_settings, unwrapped
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 from pipeswift_lightning.strategies.shard_saver import Shard, ShardSaver
 from pipeswift_lightning.strategies.shard_source import LIGHTNING_FILE, ShardSource, rank_file
@@ -253,11 +253,11 @@ class ShardedStrategy(StateStrategy):
         for optimizer, recorded in zip(
             self.optimizers, checkpoint["optimizer_states"], strict=True
         ):
-            groups = unwrapped(optimizer).param_groups
-            for group, settings in zip(groups, recorded["param_groups"], strict=True):
-                group.update({k: v for k, v in settings.items() if k != "params"})
+            load_settings(optimizer, recorded["param_groups"])
         # Until the module is cut, each rank holds all of it, but need not hold all this state.
         self._has_pending_optimizer_state = True
+        if not self._will_be_cut:
+            self._load_pending()
 
     @override
     def keep_local(self) -> None:
@@ -286,22 +286,33 @@ class ShardedStrategy(StateStrategy):
     # -- where in an epoch --------------------------------------------------------------------
 
     def _seeds_for(self, *, fresh: bool) -> LoaderSeeds:
-        if self._seeds is None or fresh:
-            return LoaderSeeds(self.root_device, get_random_state(self.root_device))
-        return self._seeds
+        if self._seeds is not None and not fresh:
+            return self._seeds
+        seeds = LoaderSeeds(self.root_device, self._loaders())
+        seeds.before_iterator = seeds.now()
+        return seeds
+
+    def _loaders(self) -> list[object]:
+        """The training's loaders, once Lightning has processed all of them."""
+        module = self.lightning_module
+        loader = module.trainer.fit_loop._combined_loader if module is not None else None
+        return [] if loader is None else list(loader.flattened)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None and trainer.fit_loop._combined_loader is None:
-            self._seeds = LoaderSeeds(self.root_device)
+        processed = super().process_dataloader(dataloader)
+        if trainer is not None and trainer.training and trainer.fit_loop._combined_loader is None:
+            before = [] if self._seeds is None else self._seeds.loaders
+            self._seeds = LoaderSeeds(self.root_device, [*before, processed])
             self._seeds.note_set_up()
-        return super().process_dataloader(dataloader)
+        return processed
 
     def note_epoch_start(self) -> None:
         """Note the random state in which an epoch's loader begins; a callback calls this."""
         if self._seeds is None:
             self._seeds = LoaderSeeds(self.root_device)
+        self._seeds.loaders = self._loaders()  # Lightning may have loaded them anew
         self._seeds.note_epoch()
 
     @override
@@ -311,7 +322,7 @@ class ShardedStrategy(StateStrategy):
         module, source = self.lightning_module, self._source
         if position is None or module is None or source is None:
             return
-        seeds = LoaderSeeds(self.root_device)
+        seeds = LoaderSeeds(self.root_device, self._loaders())
         recorded = source.own_rank_state(self.mesh, self.mesh.coordinate(self.global_rank))
         seeds.load(recorded["seeds"], is_made=position.batches == 0)
         self._seeds = seeds
@@ -355,8 +366,10 @@ class ShardedStrategy(StateStrategy):
 
     def finish_restoring(self) -> None:
         """Load what has waited for a step, if the run was over already; collective."""
-        if self._has_pending_optimizer_state and self._collectives is not None:
+        if self._collectives is not None:
             self._collectives.guarded("loading the optimizers' state", self._load_pending)
+            if not self._is_divided:
+                self._load_waiting()
 
     def _close_saver(self) -> None:
         saver, self._saver = self._saver, None

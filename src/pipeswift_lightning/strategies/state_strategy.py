@@ -1,7 +1,8 @@
 """A Lightning strategy whose module and optimizers are spread over stages: their state, whole."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from pipeswift_lightning.strategies.assembly_times import AssemblyPart
 from pipeswift_lightning.strategies.checkpoint import gather_module_state, gather_optimizer_state
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.division import Division, divided_names
+from pipeswift_lightning.strategies.mapped_file import can_map, owned, owned_extras, read_mapped
 from pipeswift_lightning.strategies.mesh_strategy import MeshStrategy
-from pipeswift_lightning.strategies.optimizers import OptimizerNames
+from pipeswift_lightning.strategies.optimizers import OptimizerNames, load_settings, unwrapped
 from pipeswift_lightning.strategies.session import PipelineSession
 
 __all__ = ["StateStrategy"]
@@ -32,7 +34,8 @@ class StateStrategy(MeshStrategy):
         self._session: PipelineSession | None = None
         self._names = OptimizerNames()
         self._division: Division | None = None
-        self._waiting_states: Mapping[str, Any] | None = None
+        self._waiting_states: list[Mapping[int, Any]] | None = None  # until the module is cut
+        self._is_mapped = False
 
     @property
     @override
@@ -56,9 +59,7 @@ class StateStrategy(MeshStrategy):
                 self._division.parameters(share.owners.of_stage(share.stage))
             share.move_to(self.root_device)
         self._names.keep_local(self.optimizers, self.lightning_module)
-        waiting, self._waiting_states = self._waiting_states, None
-        if waiting is not None:
-            self.load_optimizer_state_dict(waiting)
+        self._load_waiting()
 
     @property
     def _is_divided(self) -> bool:
@@ -116,22 +117,62 @@ class StateStrategy(MeshStrategy):
         return self._collectives.guarded("gathering the stages for a checkpoint", gather)
 
     @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self._is_mapped = can_map(self.checkpoint_io, checkpoint_path)
+        if not self._is_mapped:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        torch.cuda.empty_cache()
+        return read_mapped(checkpoint_path, weights_only=weights_only)
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module, state = self.lightning_module, checkpoint["state_dict"]
+        assert module is not None
+        if self._is_mapped:
+            state = owned_extras(module, state)
         if self._division is None:
-            super().load_model_state_dict(checkpoint, strict)
+            module.load_state_dict(state, strict=strict)
         else:
-            self._division.load(checkpoint["state_dict"], strict=strict)
+            self._division.load(state, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        session = self._session
-        if self._division is not None and session is not None and session.partition is None:
-            self._waiting_states = checkpoint  # its parameters have no data, and no device, yet
-            return
         states = checkpoint["optimizer_states"]
-        for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=True)):
-            optimizer.load_state_dict(self._names.local_state(index, optimizer, state))
-            _optimizers_to_device([optimizer], self.root_device)
+        if self._will_be_cut:
+            # A rank need not hold all states until it is known which of them belong here.
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                load_settings(optimizer, state["param_groups"])
+            self._waiting_states = [state["state"] for state in states]
+        else:
+            for index, state in enumerate(states):
+                self._load_optimizer(index, state["state"], state["param_groups"])
+
+    @property
+    def _will_be_cut(self) -> bool:
+        """Whether the next step takes parameters away, before any optimizer's step."""
+        session = self._session
+        return (
+            session is not None
+            and session.partition is None
+            and session.transparent is None
+            and self.mesh.num_stages > 1
+        )
+
+    def _load_waiting(self) -> None:
+        """Load the optimizers' states of what is here; settings may have changed meanwhile."""
+        waiting, self._waiting_states = self._waiting_states, None
+        for index, state in enumerate(waiting or ()):
+            groups = [dict(group) for group in unwrapped(self.optimizers[index]).param_groups]
+            self._load_optimizer(index, state, groups)
+
+    def _load_optimizer(self, index: int, state: Any, groups: Sequence[Mapping[str, Any]]) -> None:
+        optimizer = self.optimizers[index]
+        whole = {"state": state, "param_groups": groups}
+        local = self._names.local_state(index, optimizer, whole)
+        optimizer.load_state_dict(owned(local) if self._is_mapped else local)
+        _optimizers_to_device([optimizer], self.root_device)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -6,7 +6,7 @@ is that no micro-batch can begin its backward before every forward has ended (GP
 all of them are in flight.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,104 +22,16 @@ from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.batching import batch_signature, num_samples, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
+from pipeswift_lightning.runtime.joining import JoinedOutputs, join_outputs
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.comparison import StepResult
 from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded
 from pipeswift_lightning.strategies.step import StepCall, loss_of, without_graph
-from pipeswift_lightning.strategies.unjoined import Unjoined, aligned, constant
 
-__all__ = ["WholeBatchProgram", "join_outputs"]
+__all__ = ["WholeBatchProgram"]
 
 _WHOLE = 1 << 20  # in place of a micro-batch's id in random streams
-
-
-@dataclass(slots=True)
-class _Joined:
-    """The outputs of all micro-batches as one, and how its gradient is given back to each."""
-
-    value: Any
-    arrivals: list[Arrival | None]
-    parts: list[list[Tensor]]
-    weights: list[float]
-    joined_gradients: list[Tensor | None] = field(default_factory=list)
-
-    def take_gradients(self) -> None:
-        """Note the gradients of the joined tensors, after the loss's backward."""
-        self.joined_gradients = [
-            a.take_gradient() if a is not None else None for a in self.arrivals
-        ]
-
-    def gradients(self, micro_batch: int, sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """Return a micro-batch's output tensors that need a gradient, and their gradients."""
-        start = sum(sizes[:micro_batch])
-        tensors, gradients = [], []
-        for part, gradient in zip(self.parts[micro_batch], self.joined_gradients, strict=True):
-            if not part.requires_grad or gradient is None:
-                continue
-            tensors.append(part)
-            if gradient.dim() == 0:
-                gradients.append(gradient * self.weights[micro_batch])
-            else:
-                gradients.append(gradient[start : start + sizes[micro_batch]])
-        return tensors, gradients
-
-
-def join_outputs(
-    outputs: Sequence[Any],
-    sizes: Sequence[int],
-    network: str,
-    shares: Sequence[float] | None = None,
-) -> _Joined:
-    """Join what the network returned for each micro-batch, in the batch's order.
-
-    Tensors with a row a sample are concatenated; scalars (an auxiliary loss, say) are averaged by
-    the micro-batches' shares of the batch: those of their samples, unless they are given. What
-    cannot be joined is an error where the step uses it.
-
-    Example:
-        >>> join_outputs([torch.zeros(2, 1), torch.ones(1, 1)], [2, 1], "net").value.tolist()
-        [[0.0], [0.0], [1.0]]
-    """
-    flat = [tree_flatten(output) for output in aligned(outputs, network)]
-    weights = [*shares] if shares is not None else [size / sum(sizes) for size in sizes]
-    parts: list[list[Tensor]] = [[] for _ in outputs]
-    arrivals: list[Arrival | None] = []
-    joined: list[Any] = []
-    for column in zip(*(f[0] for f in flat), strict=True):
-        if not isinstance(column[0], Tensor):
-            joined.append(constant(column, network))
-            continue
-        tensor = _join_tensors(column, sizes, weights, network)
-        if isinstance(tensor, Unjoined):
-            joined.append(tensor)
-            continue
-        wanted = torch.is_grad_enabled() and any(part.requires_grad for part in column)
-        arrival = Arrival(tensor) if wanted else None
-        for mine, part in zip(parts, column, strict=True):
-            mine.append(part)
-        arrivals.append(arrival)
-        joined.append(arrival.tensor if arrival is not None else tensor)
-    return _Joined(tree_unflatten(joined, flat[0][1]), arrivals, parts, weights)
-
-
-def _join_tensors(
-    column: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], network: str
-) -> Tensor | Unjoined:
-    detached = [part.detach() for part in column]
-    if all(part.dim() == 0 for part in detached):
-        if not detached[0].is_floating_point():
-            return detached[-1]
-        return sum(
-            (part * weight for part, weight in zip(detached, weights, strict=True) if weight),
-            start=torch.zeros_like(detached[0]),
-        )
-    by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
-    if not by_row or len({p.shape[1:] for p in detached}) > 1 or any(p.is_meta for p in detached):
-        shapes = [list(part.shape) for part in detached]
-        what = f"tensors of shapes {shapes} for micro-batches of {list(sizes)} samples"
-        return Unjoined(what, network)
-    return torch.cat(detached)
 
 
 def _has_rows(leaf: Any) -> bool:
@@ -148,7 +60,8 @@ class WholeBatchProgram(StageProgram):
     _calls: list[tuple[Any, Any]] = field(default_factory=list)
     _given: list[tuple[Tensor, Arrival]] = field(default_factory=list)
     _outputs: dict[int, Any] = field(default_factory=dict)
-    _joined: _Joined | None = None
+    _joined: JoinedOutputs | None = None
+    _gradients: list[Tensor | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sizes = self.sizes or self.call.sizes
@@ -222,7 +135,7 @@ class WholeBatchProgram(StageProgram):
         if self._joined is None:
             self.finish()
         assert self._joined is not None
-        tensors, gradients = self._joined.gradients(micro_batch, self.sizes)
+        tensors, gradients = self._joined.shares(micro_batch, self._gradients)
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
@@ -234,18 +147,28 @@ class WholeBatchProgram(StageProgram):
     def finish(self) -> None:
         """Run the user's step on the joined output, and differentiate its loss."""
         ids = range(len(self.call.sizes))
-        self._joined = join_outputs(
+        self._joined = joined = join_outputs(
             [self._outputs[i] for i in ids],
             self.sizes,
             self.cut.network_name,
             self.call.weighting.loss,
         )
-        output, self.records = self._inject(self.call.batch, self._joined.value, _WHOLE)
+        arrivals = [
+            Arrival(tensor) if want else None
+            for tensor, want in zip(joined.tensors, joined.wanted, strict=True)
+        ]
+        value = joined.fill(
+            [
+                tensor if arrival is None else arrival.tensor
+                for tensor, arrival in zip(joined.tensors, arrivals, strict=True)
+            ]
+        )
+        output, self.records = self._inject(self.call.batch, value, _WHOLE)
         self.output = without_graph(output)
         loss = loss_of(output) if self.call.training else None
         if loss is not None:
             self.module.backward(self.call.scale(loss / self.call.loss_divisor))
-        self._joined.take_gradients()
+        self._gradients = [a.take_gradient() if a is not None else None for a in arrivals]
 
     def complete(self, *, is_last: bool) -> None:
         """Do what is left once this rank's row has run."""

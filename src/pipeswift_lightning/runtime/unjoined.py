@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.utils._pytree import tree_flatten
+from typing_extensions import override
 
 from pipeswift_lightning.runtime.network_call import CutError
 
@@ -13,6 +14,8 @@ __all__ = ["Unjoined", "aligned", "constant"]
 
 class Unjoined:
     """Stands for parts of the output that the whole batch has none of, such as key-value caches.
+
+    It may travel: two that say the same are equal.
 
     Args:
         what: What they are.
@@ -25,6 +28,14 @@ class Unjoined:
             "loss needs tensors with a row a sample. Remedy: return those, or "
             'PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
         )
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Unjoined and other._message == self._message
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._message)
 
     def _refuse(self, *_: object, **__: object) -> Any:
         raise CutError(self._message)

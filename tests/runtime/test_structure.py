@@ -1,0 +1,49 @@
+"""Walks of nested arguments agree with torch's pytrees."""
+
+from collections import OrderedDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pipeswift_lightning.runtime.structure import leaves_of, mapped, refilled
+
+Point = namedtuple("Point", "x y")
+
+
+class Counted(int):
+    """A leaf of a type that no walk knows."""
+
+
+VALUES = [
+    None,
+    torch.Size([2, 3]),
+    (),
+    ((1, [2, (3,)]), {"b": 4, "a": None}),
+    {"point": Point(1, [2]), "ordered": OrderedDict(z=1, a=(2, 3))},
+    [defaultdict(list, {"k": [1, 2]}), Counted(3), range(2), "ab", {1, 2}],
+    (torch.return_types.max((7, 8)), slice(1, 2), b"x", torch.float32, torch.device("cpu")),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_walks_agree_with_pytrees(value: object) -> None:
+    leaves, spec = tree_flatten(value)
+    assert leaves_of(value) == leaves
+    assert refilled(value, leaves) == value
+    numbered = list(range(len(leaves)))
+    assert refilled(value, numbered) == tree_unflatten(numbered, spec)
+    changed = mapped(_length, value)
+    assert changed == tree_map(_length, value)
+    assert type(changed) is type(tree_map(_length, value))
+
+
+def _length(leaf: object) -> int:
+    return len(repr(leaf))
+
+
+def test_tensors_are_leaves() -> None:
+    x, weight = torch.ones(2), torch.nn.Parameter(torch.ones(1))
+    leaves = leaves_of(({"x": x}, [weight]))
+    assert leaves[0] is x
+    assert leaves[1] is weight
