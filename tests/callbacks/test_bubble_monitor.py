@@ -202,7 +202,7 @@ def slow_stage() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=180)
+@pytest.mark.world_size(4, deadline_s=280)
 def test_sleeping_stages() -> None:
     """The bubble of equal stages is the formula's, and of unequal ones the simulator's."""
     measured(of_1f1b, of_gpipe, slow_stage)

@@ -281,6 +281,6 @@ def garbage() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=180)
+@pytest.mark.world_size(4, deadline_s=280)
 def test_injected_delays_are_found_with_their_size() -> None:
     measured(slow_stage, late_link, slow_loader, jittery_rank, garbage)
