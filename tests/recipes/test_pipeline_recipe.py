@@ -26,7 +26,7 @@ def _train(*arguments: str) -> str:
 
 
 def _report(folder: Path) -> dict[str, object]:
-    report: dict[str, object] = json.loads((folder / "job_report.json").read_text())
+    report: dict[str, object] = json.loads((folder / "job.json").read_text())
     return report
 
 

@@ -21,6 +21,7 @@ from typing_extensions import override
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.collectives import Collectives
 from pipeswift_lightning.strategies.environment import ensure_process_group
 from pipeswift_lightning.strategies.hydra_job import forget_previous_job
@@ -79,6 +80,7 @@ class MeshStrategy(ParallelStrategy):
         self._groups: MeshGroups | None = None
         self._collectives: Collectives | None = None
         self._made_group = False
+        self._assembly = AssemblyTimes()
 
     # -- places -------------------------------------------------------------------------------
 
@@ -169,6 +171,11 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        with self._assembly.timing(AssemblyPart.GROUPS):
+            self._meet()
+
+    def _meet(self) -> None:
+        """Connect this process with the others."""
         self.set_world_ranks()
         if self._groups is None:
             self._made_group = ensure_process_group(
@@ -252,6 +259,17 @@ class MeshStrategy(ParallelStrategy):
         if self._collectives is None:
             return [value]
         return self._collectives.gather_over_stages(what, value)
+
+    def gather_over_replicas(self, what: str, value: Any) -> list[Any]:
+        """Return every replica's object, of this rank's stage, by replica; collective over them.
+
+        Args:
+            what: What is done, for the report should it fail.
+            value: This replica's object; it is pickled.
+        """
+        if self._collectives is None or self.mesh.num_replicas == 1:
+            return [value]
+        return self._collectives.gather_over_replicas(what, value)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

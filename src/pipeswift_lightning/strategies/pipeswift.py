@@ -209,7 +209,7 @@ class PipeSwiftStrategy(MovableStrategy):
             self._watch.progress,
             self,
         )
-        self._steps = StepRunner(self._session, self.options)
+        self._steps = StepRunner(self._session, self.options, self._assembly)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)

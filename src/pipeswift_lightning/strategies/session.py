@@ -85,7 +85,7 @@ class PipelineSession:
         self.partition: Partition | None = None
         self.transparent: TransparentNetworks | None = None
         self._cut_share: LocalShare | None = None
-        self.recorder = Recorder(groups.coordinate.stage)
+        self.recorder = Recorder(groups.coordinate.stage, device)
         self.plan: Plan | None = None
         self.progress = progress
         self.recorded: RecordedPlan | None = None
