@@ -2,6 +2,7 @@
 
 from pipeswift_lightning.callbacks.bubble_monitor import BubbleMonitor
 from pipeswift_lightning.callbacks.job_report import JobReport
+from pipeswift_lightning.callbacks.measured_step import StepRecord
 from pipeswift_lightning.callbacks.timeline_trace import TimelineTrace
 from pipeswift_lightning.callbacks.topology_checkpoint import TopologyCheckpoint
 from pipeswift_lightning.callbacks.variance_monitor import VarianceMonitor
@@ -9,6 +10,7 @@ from pipeswift_lightning.callbacks.variance_monitor import VarianceMonitor
 __all__ = [
     "BubbleMonitor",
     "JobReport",
+    "StepRecord",
     "TimelineTrace",
     "TopologyCheckpoint",
     "VarianceMonitor",
