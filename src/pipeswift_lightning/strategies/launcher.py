@@ -213,7 +213,7 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def reap(children: Sequence["subprocess.Popen[bytes]"], limit_s: float = 30.0) -> None:
+def reap(children: Sequence["subprocess.Popen[bytes]"], limit_s: float = 120.0) -> None:
     """Wait until the processes of the other ranks have ended; after ``limit_s``, end them."""
     end = time.monotonic() + limit_s
     for child in children:
