@@ -1,5 +1,6 @@
 """A Lightning strategy over a mesh: where each process stands, and collectives among them."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
 from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.collectives import Collectives
 from pipeswift_lightning.strategies.environment import ensure_process_group
-from pipeswift_lightning.strategies.hydra_job import forget_previous_job
+from pipeswift_lightning.strategies.hydra_job import forget_previous_job, job_facts
 from pipeswift_lightning.strategies.launcher import PipelineLauncher
 from pipeswift_lightning.strategies.notebook_launcher import NotebookLauncher
 from pipeswift_lightning.strategies.options import PipelineOptions
@@ -198,6 +199,7 @@ class MeshStrategy(ParallelStrategy):
                 **{name: str(value) for name, value in asdict(self.options).items()},
                 "silence_s": str(self._watch.silence_s),
                 "torch": torch.__version__,
+                **job_facts(),
             }
             require_agreement(facts, None, self.root_device)
         with in_collective("opening the connections between the stages", self._watch.progress):
@@ -205,6 +207,22 @@ class MeshStrategy(ParallelStrategy):
             groups.warm(self.root_device)
         self._groups = groups
         self._collectives = Collectives(groups, self._watch, self.root_device)
+
+    def require_agreement(self, what: str, facts: Mapping[str, str], rule: str) -> None:
+        """Compare ``facts`` over all ranks; collective.
+
+        Args:
+            what: What is done, for the report should it fail: "comparing the configuration".
+            facts: Named statements; equal on all ranks, or it is an error.
+            rule: What was expected and what to do, for the error's end.
+
+        Raises:
+            DisagreementError: On every rank, naming each differing fact and all sides.
+        """
+        if self._collectives is None or self.mesh.world_size == 1:
+            return
+        with in_collective(what, self._watch.progress):
+            require_agreement(facts, None, self.root_device, rule=rule)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
