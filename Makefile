@@ -5,13 +5,16 @@ STAMP := $(VENV)/.installed
 ARGS :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test coverage check test-fast test-dist test-gpu format clean
+.PHONY: help train docs test coverage check test-fast test-dist test-gpu format clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 train: $(STAMP) ## Train the example; more arguments: make train ARGS="trainer.max_steps=20 data.path=notes"
 	$(BIN)/python recipes/train.py $(ARGS)
+
+docs: $(STAMP) ## Build the documentation's site into site/; a broken link is an error
+	$(BIN)/mkdocs build --strict
 
 test: check ## Format, lint, layers, types, then every test
 	$(BIN)/pytest -m "not gpu" $(ARGS)

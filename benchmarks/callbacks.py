@@ -27,11 +27,12 @@ from benchmarks.ranks import Ranks, run_ranks
 from benchmarks.stages import CASES
 from benchmarks.strategy import MICRO_BATCHES, Sleepers
 from pipeswift_lightning import PipeSwiftStrategy
-from pipeswift_lightning.callbacks import BubbleMonitor, TimelineTrace, VarianceMonitor
+from pipeswift_lightning.callbacks import BubbleMonitor, JobReport, TimelineTrace, VarianceMonitor
 from pipeswift_lightning.runtime.mesh import MeshGroups
 
 HOOKS = ("on_train_batch_start", "on_train_batch_end")
 MONITORS: dict[str, tuple[int, Callable[[], Callback]]] = {
+    "JobReport": (50, lambda: JobReport(every_n_steps=50)),
     "BubbleMonitor": (50, lambda: BubbleMonitor(every_n_steps=50)),
     "VarianceMonitor": (100, lambda: VarianceMonitor(window=100)),
     "TimelineTrace": (50, lambda: TimelineTrace(every_n_steps=50)),

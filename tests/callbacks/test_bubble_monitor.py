@@ -1,10 +1,11 @@
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from pipeswift_lightning.callbacks import BubbleMonitor
+from pipeswift_lightning.callbacks import BubbleMonitor, TimelineTrace, VarianceMonitor
 from pipeswift_lightning.callbacks.bubble_report import (
     SHARES,
     BubbleReport,
@@ -17,7 +18,7 @@ from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.schedules import gpipe, one_f_one_b
 from pipeswift_lightning.plan.simulator import simulate
 from pipeswift_lightning.plan.timeline import Event, EventKind
-from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeps, retried, train
+from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeps, measured, train
 from tests.helpers.modules import Regression, loaders, stack, vectors
 from tests.helpers.parity import RecordingLogger, fit
 
@@ -49,6 +50,9 @@ def test_a_simulated_step_is_measured_as_it_is(schedule) -> None:
     for shares in report.shares:
         assert sum(shares.values()) == pytest.approx(1.0)
     assert report.shares[1]["compute"] == pytest.approx(timeline.busy_s(1) / timeline.makespan_s)
+    for predicted, shares in zip(report.predicted_shares, report.shares, strict=True):
+        assert sum(predicted.values()) == pytest.approx(1.0)
+        assert predicted["compute"] == pytest.approx(shares["compute"])
     assert list(report.idle_stages(1.0)) == []
 
 
@@ -139,15 +143,16 @@ def quietest(reports: list[BubbleReport]) -> BubbleReport:
 
 
 def closed_form(schedule: str, steps: int) -> None:
+    factor = 3.0
     logger = RecordingLogger()
     monitor = BubbleMonitor(every_n_steps=1, warn_above=0.95)
-    train(Sleeps(factors=(3.0,) * 4), [monitor], steps=steps, schedule=schedule, logger=logger)
+    train(Sleeps(factors=(factor,) * 4), [monitor], steps=steps, schedule=schedule, logger=logger)
     reports = monitor.reports
     assert [r.num_steps for r in reports] == [1] * steps
     best = quietest(reports)
     assert best.measured == pytest.approx([3 / 7] * 4, abs=0.02)
     assert best.predicted == pytest.approx(best.measured, abs=0.02)
-    assert best.busy_s == pytest.approx([12 * MICRO_BATCH_S] * 4, rel=0.1)
+    assert best.busy_s == pytest.approx([4 * factor * MICRO_BATCH_S] * 4, rel=0.1)
     for report in reports:
         for stage, shares in enumerate(report.shares):
             assert set(shares) == set(SHARES)
@@ -158,13 +163,24 @@ def closed_form(schedule: str, steps: int) -> None:
         rows = {s: row for s, row in logger.history if "bubble/stage_0" in row}
         assert list(rows) == list(range(steps))  # the rows of the steps' own values
         assert rows[1]["bubble/stage_3"] == reports[1].measured[3]
+        assert rows[1]["bubble/stage_3_busy_s"] == reports[1].busy_s[3]
+        idle = rows[1]["bubble/predicted_share_communication_wait_stage_3"]
+        assert idle == reports[1].predicted_shares[3]["communication_wait"]
         assert {"train/loss"} <= {key for s, row in logger.history if s == 1 for key in row}
     else:
         assert not any("bubble/stage_0" in row for _, row in logger.history)
 
 
+def of_1f1b() -> None:
+    closed_form("1f1b", 3)
+
+
+def of_gpipe() -> None:
+    closed_form("gpipe", 2)
+
+
 def slow_stage() -> None:
-    factors = (0.5, 0.5, 2.0, 0.5)
+    factors = (1.0, 1.0, 4.0, 1.0)
     monitor = BubbleMonitor(every_n_steps=2, warn_above=0.5)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -186,9 +202,65 @@ def slow_stage() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(4, deadline_s=120)
+@pytest.mark.world_size(4, deadline_s=280)
 def test_sleeping_stages() -> None:
     """The bubble of equal stages is the formula's, and of unequal ones the simulator's."""
-    retried(closed_form, "1f1b", 3)
-    retried(closed_form, "gpipe", 2)
-    retried(slow_stage)
+    measured(of_1f1b, of_gpipe, slow_stage)
+
+
+def whole_steps(folder: Path) -> None:
+    """Nothing is predicted of steps that every rank runs whole, but all is measured."""
+    monitor, trace = BubbleMonitor(every_n_steps=2), TimelineTrace(2, folder, png=False)
+    variance = VarianceMonitor(window=2)
+    logger = RecordingLogger()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(
+            Sleeps(factors=(1.0, 1.0)),
+            [monitor, trace, variance],
+            steps=2,
+            loss="transparent",
+            logger=logger,
+        )
+    (report,) = monitor.reports
+    assert (report.num_steps, report.predicted, report.predicted_shares) == (2, (), ())
+    assert all(busy >= 2 * MICRO_BATCH_S for busy in report.busy_s)
+    assert all(0.0 < bubble < 1.0 for bubble in report.measured)
+    for shares in report.shares:
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert shares["compute"] > 0
+    assert variance.reports == []
+    texts = [str(w.message) for w in caught]
+    if dist.get_rank() == 0:
+        assert sum("VarianceMonitor: every rank runs whole steps" in text for text in texts) == 1
+        (row,) = [row for _, row in logger.history if "bubble/measured" in row]
+        assert not any("predicted" in name for name in row)
+        assert row["memory/stage_1_bytes"] > 0
+        text = (folder / "timelines" / "step_000002.html").read_text()
+        assert text.count('class="panel"') == 1
+        text = report.explain(report.idle_stages(0.0)[0])
+        assert "Every rank runs the whole step here" in text
+
+
+def slow_replica() -> None:
+    """Two replicas of one stage; the second one computes five times as long."""
+    mine = 5.0 if dist.get_rank() == 1 else 1.0
+    monitor, logger = BubbleMonitor(every_n_steps=2, warn_above=1.0), RecordingLogger()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Sleeps(factors=(mine,)), [monitor], steps=2, micro_batches=2, logger=logger)
+    texts = [str(w.message) for w in caught if "BubbleMonitor" in str(w.message)]
+    if dist.get_rank() == 0:
+        assert len(texts) == 1
+        assert "replica 1 computes" in texts[0]
+        (row,) = [row for _, row in logger.history if "bubble/replica_1" in row]
+        assert row["bubble/replica_1_busy_s"] > 1.5 * row["bubble/replica_0_busy_s"]
+    else:
+        assert texts == []
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2, deadline_s=90)
+def test_whole_steps_and_replicas(tmp_path) -> None:
+    whole_steps(tmp_path)
+    measured(slow_replica)

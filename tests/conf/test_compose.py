@@ -8,11 +8,16 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 CONF = Path(__file__).parents[2] / "conf"
-FILES = sorted(CONF.glob("*/*.yaml"))
-WHOLE = ("experiment", "debug")  # these set up several groups at once
-PARTS = [f"{path.parent.name}={path.stem}" for path in FILES if path.parent.name not in WHOLE]
+FILES = sorted([*CONF.glob("*/*.yaml"), *CONF.glob("*/*/*.yaml")])
+NESTED = [path for path in FILES if path.parent.parent != CONF]
+WHOLE = ("experiment", "debug", "hparams_search")  # these set up several groups at once
+PARTS = [
+    f"{path.parent.name}={path.stem}"
+    for path in FILES
+    if path.parent.name not in WHOLE and path not in NESTED
+]
 SET_UPS = [f"{path.parent.name}={path.stem}" for path in FILES if path.parent.name in WHOLE]
-ROOTS = {"hydra", "paths"}  # plain values: nothing to build
+ROOTS = {"hydra", "paths", "extras"}  # plain values: nothing to build
 
 
 def composed(folder: Path, *overrides: str) -> DictConfig:
@@ -55,6 +60,35 @@ def test_every_experiment_and_debug_option_composes(option, tmp_path) -> None:
     instantiate(cfg.model)
     instantiate(cfg.data)
     instantiate(cfg.trainer, logger=False)
+
+
+@pytest.mark.parametrize("path", NESTED, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_launcher_and_sweeper_builds(path, tmp_path) -> None:
+    choice = f"{path.parent.relative_to(CONF)}={path.stem}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", [choice], return_hydra_config=True)
+    assert instantiate(cfg.hydra[path.parent.name]) is not None
+
+
+def test_every_hyper_parameter_search_names_keys_that_exist(tmp_path) -> None:
+    for path in CONF.glob("hparams_search/*.yaml"):
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            cfg = compose("train", [f"hparams_search={path.stem}"], return_hydra_config=True)
+        assert cfg.hydra.sweeper.params
+        for key in [*cfg.hydra.sweeper.params, *cfg.hydra.sweeper.only_if]:
+            assert OmegaConf.select(cfg, key, default="absent") != "absent", key
+        assert cfg.optimized_metric
+
+
+def test_the_group_of_wandb_is_the_sweep(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PIPESWIFT_SWEEP", "2026-01-01_00-00-00")
+    cfg = composed(tmp_path, "logger=wandb", "tags=[a,b]")
+    assert (cfg.logger.wandb.group, list(cfg.logger.wandb.tags)) == (
+        "2026-01-01_00-00-00",
+        ["a", "b"],
+    )
+    monkeypatch.delenv("PIPESWIFT_SWEEP")
+    assert composed(tmp_path, "logger=wandb").logger.wandb.group is None
 
 
 def test_a_whole_set_up_has_the_last_word(tmp_path) -> None:

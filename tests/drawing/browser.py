@@ -101,10 +101,25 @@ class Browser:
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
         self.call("Page.navigate", url=url)
+        self.wait_for("document.readyState + location.protocol == 'completefile:'")
+
+    def wait_for(self, expression: str) -> None:
+        """Wait until JavaScript says so."""
         end = time.monotonic() + 60
-        while self.value("document.readyState + location.protocol") != "completefile:":
-            assert time.monotonic() < end, "the page did not load"
+        while not self.value(f"Boolean({expression})"):
+            assert time.monotonic() < end, f"it did not come to {expression}"
             time.sleep(0.05)
+
+    def requests(self) -> list[str]:
+        """Return what the page has asked for, but for data within itself."""
+        sent = (e for e in self.events if e["method"] == "Network.requestWillBeSent")
+        urls = [event["params"]["request"]["url"] for event in sent]
+        return [url for url in urls if not url.startswith(("data:", "about:"))]
+
+    def complaints(self) -> list[str]:
+        """Return the page's errors, and what it has written to the console."""
+        bad = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        return [str(event["params"]) for event in self.events if event["method"] in bad]
 
     def value(self, expression: str) -> Any:
         """Return what JavaScript says."""

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Trainer
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipeswift_lightning.examples import GPT, GPTModule, TextDataModule
 from pipeswift_lightning.examples.gpt import Block, per_sample_loss, warm_up_cosine
@@ -123,3 +124,14 @@ def test_loss_falls_and_every_parameter_is_in_one_group(tmp_path) -> None:
     assert len(decayed) + len(others) == len(list(module.parameters()))
     trainer.validate(module, data, verbose=False)
     assert trainer.callback_metrics["val/loss"].item() < 4.8  # from 5.55
+
+
+def test_flops_are_those_that_torch_counts_and_attentions() -> None:
+    module = GPTModule(**SMALL)
+    tokens = torch.zeros(4, 32, dtype=torch.long)
+    batch = {"tokens": tokens, "targets": tokens, "mask": tokens == 0}
+    with FlopCounterMode(display=False) as counter:  # it knows no attention on a CPU
+        module._loss(batch).backward()
+    attention = 12 * SMALL["num_layers"] * SMALL["dim"] * 32 * tokens.numel()
+    counted = counter.get_total_flops() + attention
+    assert module.flops_per_batch(batch) == pytest.approx(counted, rel=0.05)

@@ -15,7 +15,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 DEADLINE_S = 60.0
+_SKIPPED = 77  # the exit code of a rank whose test body skips itself
 AFTER_FAILURE_S = 2.0  # time for the other ranks to fail as well, or to be caught hanging
 
 
@@ -23,7 +26,12 @@ def fork_server() -> ForkServerContext:
     """Return a start method whose children have the slow imports behind them: 15 ms each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed", "lightning.pytorch", "pipeswift_lightning.strategies.pipeswift"]
+        [
+            "pytest",
+            "torch.distributed",
+            "lightning.pytorch",
+            "pipeswift_lightning.strategies.pipeswift",
+        ]
     )
     return context
 
@@ -40,6 +48,7 @@ def run_ranks(
     Raises:
         AssertionError: A rank failed or hung. It shows each one's traceback or stack, the root
             cause first.
+        pytest.skip.Exception: All ranks have skipped the test.
     """
     context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
@@ -61,6 +70,8 @@ def run_ranks(
                     process.kill()
                     process.join()
         failures = _failures(ranks, hung, Path(folder))
+        if not hung and all(process.exitcode == _SKIPPED for process in ranks):
+            pytest.skip((Path(folder) / "rank0.txt").read_text())
     if failures:
         message = f"{len(failures)} of {world_size} ranks failed\n" + "\n".join(failures)
         raise AssertionError(message)
@@ -123,6 +134,10 @@ def _rank_main(
             function(**kwargs)
             if dist.is_initialized():
                 dist.destroy_process_group()
+        except pytest.skip.Exception as skipped:
+            report.write(str(skipped))
+            report.flush()
+            os._exit(_SKIPPED)
         except BaseException:  # noqa: BLE001 -- reported by the parent
             traceback.print_exc(file=report)
             report.flush()

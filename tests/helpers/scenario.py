@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.runtime.relocation import Relocation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +381,24 @@ class OneRankWaits(Callback):
             trainer.strategy.barrier("only here")
 
 
+class MovesLayers(Callback):
+    """Gives the stages other layers after a step, with a trap between two tensors that travel."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        scenario = module.scenario
+        if batch_idx != scenario.step:
+            return
+        trap, put = Trap(scenario, "move"), Relocation._put
+
+        def trapped(relocation: Relocation, tensor: Tensor, stage: int) -> None:
+            trap.visit(trainer.global_rank, scenario.micro_batch)
+            put(relocation, tensor, stage)
+
+        Relocation._put = trapped  # type: ignore[method-assign]
+        sizes = [len(layers) for layers in trainer.strategy.partition.ranges]
+        trainer.strategy.repartition([sizes[0] - 1, *sizes[1:-1], sizes[-1] + 1])
+
+
 VARIANTS: dict[str, type[Module]] = {
     cls.__name__: cls
     for cls in (
@@ -398,7 +417,9 @@ VARIANTS: dict[str, type[Module]] = {
         OtherShape,
     )
 }
-CALLBACKS: dict[str, type[Callback]] = {c.__name__: c for c in (SavesOnException, OneRankWaits)}
+CALLBACKS: dict[str, type[Callback]] = {
+    c.__name__: c for c in (SavesOnException, OneRankWaits, MovesLayers)
+}
 
 
 def run(scenario: Scenario) -> None:

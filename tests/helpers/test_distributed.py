@@ -48,6 +48,15 @@ def test_death_without_a_word_is_a_failure() -> None:
         run_ranks(_rank_one_is_killed, 2, {})
 
 
+def _all_skip() -> None:
+    pytest.skip("no link here")
+
+
+def test_a_body_may_skip_its_test() -> None:
+    with pytest.raises(pytest.skip.Exception, match="no link here"):
+        run_ranks(_all_skip, 2, {})
+
+
 @pytest.mark.world_size(2, deadline_s=20)
 @pytest.mark.parametrize("value", [3])
 def test_the_marker_runs_the_body_in_every_rank(value: int, tmp_path: Path) -> None:

@@ -38,5 +38,5 @@ def test_training_writes_a_checkpoint_and_a_report(tmp_path) -> None:
     assert "job completion time" in done.stdout
     assert "val/loss" in done.stdout
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").is_file()
-    assert (tmp_path / "run" / "job_report.json").is_file()
+    assert (tmp_path / "run" / "job.json").is_file()
     assert (tmp_path / "run" / "csv" / "metrics.csv").is_file()

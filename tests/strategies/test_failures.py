@@ -135,6 +135,24 @@ def test_a_rank_is_killed_between_steps(rank: int) -> None:
     check_others(scenario, endings, f"rank {rank} (stage {rank}) failed: killed")
 
 
+@pytest.mark.parametrize(("action", "rank"), [("kill", 1), ("raise", 0)])
+def test_a_rank_fails_while_layers_move(action: str, rank: int) -> None:
+    """Two layers travel, 0 to 1 and 1 to 2: all ranks wait for the one that fails."""
+    scenario = Scenario(
+        fault="move",
+        action=action,
+        rank=rank,
+        devices=3,
+        num_layers=6,
+        micro_batch=3,
+        callbacks=("MovesLayers",),
+    )
+    endings = perform(scenario)
+    cause = {"kill": "killed: process", "raise": "ValueError: the user's own error"}[action]
+    check_others(scenario, endings, f"rank {rank} (stage {rank}", cause, "sending layers to stage")
+    assert endings[rank].code == {"kill": -9, "raise": 1}[action]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed_in_validation(rank: int) -> None:
     scenario = Scenario(fault="eval_forward", action="kill", rank=rank, trainer=VALIDATING)

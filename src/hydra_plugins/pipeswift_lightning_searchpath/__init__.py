@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
 from typing_extensions import override
 
 __all__ = ["PipeSwiftSearchPathPlugin", "conf_folder"]
@@ -33,3 +34,13 @@ class PipeSwiftSearchPathPlugin(SearchPathPlugin):
         folder = conf_folder()
         if folder is not None:
             search_path.append(provider="pipeswift-lightning", path=f"file://{folder}")
+
+
+def _sweep() -> str | None:
+    from pipeswift_lightning.strategies.hydra_job import sweep_of_this_job
+
+    return sweep_of_this_job()
+
+
+# ``${pipeswift.sweep:}`` in any application: the name of the sweep's folder, null outside a sweep.
+OmegaConf.register_new_resolver("pipeswift.sweep", _sweep, replace=True)

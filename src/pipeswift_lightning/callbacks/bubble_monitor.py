@@ -8,6 +8,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from pipeswift_lightning.callbacks.bubble_report import BubbleReport
+from pipeswift_lightning.callbacks.memory import peak_bytes
 from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
@@ -15,6 +16,7 @@ from pipeswift_lightning.callbacks.pipeline import (
     log_scalars,
     pipeline_of,
 )
+from pipeswift_lightning.callbacks.replica_report import ReplicaReport
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums
 from pipeswift_lightning.plan.instructions import Schedule
@@ -36,15 +38,22 @@ class BubbleMonitor(Callback):
     * ``bubble/share_compute``, ``_communication_wait``, ``_data_wait``, ``_gradient_reduce``,
       ``_optimizer`` and ``_other`` (mean of the stages, and each): parts of the whole step, with
       sum 1. To wait for a neighbour that still computes is a communication wait too;
-    * ``bubble/step_s``: the step in seconds.
+    * ``bubble/predicted_share_compute`` and so on: the same of the predicted step, to which the
+      measured waits for data, reduction and update are added;
+    * ``bubble/step_s``: the step in seconds; ``bubble/stage_0_busy_s``: a stage's computation;
+    * ``memory/stage_0_bytes``: the most that a stage's GPU has held, or what its process holds;
+    * with replicas, ``bubble/replica_0`` (mean bubble) and ``bubble/replica_0_busy_s`` (its busiest
+      stage) and so on. All else is the first replica's.
 
     Steps of another schedule than most, such as a short last batch, are left out of the means.
-    With replicas, the numbers are those of the first. On a GPU they are the host's times.
+    Where every rank runs whole steps (``loss="transparent"``) there is no schedule: the bubble, the
+    shares and all else are measured, and nothing is predicted. On a GPU, times are the device's,
+    which each step is waited for.
 
     Args:
         every_n_steps: Batches between two reports; the end of training makes one too.
         warn_above: Warn if a stage's bubble is above this share: once for each cause and stage
-            that is waited for. 1 never warns.
+            that is waited for. 1 never warns. A replica that the others wait for is told once.
         prefix: Of the names that are logged.
 
     Attributes:
@@ -73,9 +82,9 @@ class BubbleMonitor(Callback):
         self._clear()
 
     def _clear(self) -> None:
-        self._num_steps = 0
+        self._num_batches = 0
         # By schedule, whose identity is the key: the planner keeps one object of each.
-        self._sums: dict[int, tuple[Schedule, StepSums]] = {}
+        self._sums: dict[int, tuple[Schedule | None, StepSums]] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -96,32 +105,45 @@ class BubbleMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pipeline = self._pipeline
-        if pipeline is None or (plan := pipeline.plan) is None:
+        if pipeline is None:
             return
         parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
-        schedule = plan.schedule
-        if not parts.is_whole(schedule.num_micro_batches):
-            return
-        self._sums.setdefault(id(schedule), (schedule, StepSums()))[1].add(parts)
-        self._num_steps += 1
-        if self._num_steps >= self.every_n_steps:
+        schedule = None if (plan := pipeline.plan) is None else plan.schedule
+        if schedule is None or parts.is_whole(schedule.num_micro_batches):
+            self._sums.setdefault(id(schedule), (schedule, StepSums()))[1].add(parts)
+        # All batches count: replicas have as many, but not always the same whole ones.
+        self._num_batches += 1
+        if self._num_batches >= self.every_n_steps:
             self._report(trainer, pipeline)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._pipeline is not None and self._num_steps:
+        if self._pipeline is not None and self._num_batches:
             self._report(trainer, self._pipeline)
 
     def _report(self, trainer: Trainer, pipeline: ObservablePipeline) -> None:
         # All ranks of a pipeline follow one plan, so they choose alike.
-        schedule, sums = max(self._sums.values(), key=lambda pair: pair[1].num_steps)
+        found = sorted(self._sums.values(), key=lambda pair: -pair[1].num_steps)
+        schedule, sums = found[0] if found else (None, StepSums())
+        sums.memory_bytes = peak_bytes(trainer.strategy.root_device)
         stages = pipeline.gather_over_stages("gathering the stages' bubbles", sums)
+        replicas = pipeline.gather_over_replicas("gathering the replicas' bubbles", stages)
         self._clear()
+        if not sums.num_steps:
+            return
         report = BubbleReport.of(schedule, stages)
         self.reports.append(report)
-        log_scalars(trainer, report.scalars(self.prefix))
+        beside = ReplicaReport.of(replicas)
+        log_scalars(trainer, {**report.scalars(self.prefix), **beside.scalars(self.prefix)})
+        if (slow := beside.slow_replica) is not None:
+            self._warn(("replica", slow), beside.explain(slow))
+        num_micro_batches = 0 if schedule is None else schedule.num_micro_batches
         for idle in report.idle_stages(self.warn_above):
-            key = idle.cause.value, idle.waits_for
-            if key not in self._warned:
-                self._warned.add(key)
-                rank_zero_warn(f"BubbleMonitor: {report.explain(idle, schedule.num_micro_batches)}")
+            text = report.explain(idle, num_micro_batches)
+            self._warn((idle.cause.value, idle.waits_for), text)
+
+    def _warn(self, key: tuple[str, int], text: str) -> None:
+        """Warn once of each thing."""
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(f"BubbleMonitor: {text}")

@@ -10,6 +10,7 @@ from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.plan.simulator import simulate
+from pipeswift_lightning.plan.timeline import Timeline
 
 __all__ = ["BubbleReport", "IdleCause", "IdleStage"]
 
@@ -23,6 +24,7 @@ class IdleCause(StrEnum):
     FILLING = "filling"
     IMBALANCE = "imbalance"
     MESSAGES = "messages"
+    WHOLE_STEPS = "whole_steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class IdleStage:
 class BubbleReport:
     """Means over some steps with one schedule, by stage.
 
+    Steps that every rank runs whole follow no schedule: nothing is predicted of them.
+
     Attributes:
         num_steps: How many steps.
         step_s: Length of a step in seconds, of the slowest stage.
@@ -58,6 +62,9 @@ class BubbleReport:
         activation_wait_s: Waits for the stage before.
         gradient_wait_s: Waits for the stage after.
         shares: For each stage, name to share of the step; they sum to 1.
+        predicted_shares: The same of the predicted step: its computation and idle time, and the
+            measured waits for data, reduction of gradients and update; nothing else.
+        memory_bytes: What each stage's process has held at most.
     """
 
     num_steps: int
@@ -69,50 +76,62 @@ class BubbleReport:
     activation_wait_s: tuple[float, ...]
     gradient_wait_s: tuple[float, ...]
     shares: tuple[Mapping[str, float], ...]
+    predicted_shares: tuple[Mapping[str, float], ...] = ()
+    memory_bytes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, schedule: Schedule, stages: Sequence[StepSums]) -> "BubbleReport":
+    def of(cls, schedule: Schedule | None, stages: Sequence[StepSums]) -> "BubbleReport":
         """Build the report from the sums of each stage.
 
         The makespan is the longest of the stages' own spans (in training that of stage 0, which
         begins first and ends last): so clocks that differ between hosts do not matter.
         """
         makespan_s = max(s.mean_s("span") for s in stages)
-        costs = mean_costs(schedule, stages)
-        ranks = range(schedule.num_ranks)
-        predicted = simulate(schedule, costs)
-        balanced = simulate(schedule, _balanced(costs))
+        ranks = range(len(stages))
+        predicted = balanced = None
+        if schedule is not None:
+            costs = mean_costs(schedule, stages)
+            predicted = simulate(schedule, costs)
+            balanced = simulate(schedule, _balanced(costs))
         return cls(
             num_steps=stages[0].num_steps,
             step_s=max(s.mean_s("step") for s in stages),
             measured=tuple(
                 1 - s.mean_s("compute") / makespan_s if makespan_s > 0 else 0.0 for s in stages
             ),
-            predicted=tuple(map(predicted.bubble, ranks)),
-            balanced=tuple(map(balanced.bubble, ranks)),
+            predicted=() if predicted is None else tuple(map(predicted.bubble, ranks)),
+            balanced=() if balanced is None else tuple(map(balanced.bubble, ranks)),
             busy_s=tuple(s.mean_s("compute") for s in stages),
             activation_wait_s=tuple(s.mean_s("activation_wait") for s in stages),
             gradient_wait_s=tuple(s.mean_s("gradient_wait") for s in stages),
             shares=tuple(_shares(s) for s in stages),
+            predicted_shares=()
+            if predicted is None
+            else tuple(_predicted_shares(predicted, r, s) for r, s in enumerate(stages)),
+            memory_bytes=tuple(s.memory_bytes for s in stages),
         )
 
     def scalars(self, prefix: str) -> dict[str, float]:
         """Return what is logged: ``bubble/stage_0``, ``bubble/share_compute``, and so on."""
         values = {
             f"{prefix}/measured": statistics.fmean(self.measured),
-            f"{prefix}/predicted": statistics.fmean(self.predicted),
             f"{prefix}/step_s": self.step_s,
         }
-        for stage, (measured, predicted) in enumerate(
-            zip(self.measured, self.predicted, strict=True)
-        ):
-            values[f"{prefix}/stage_{stage}"] = measured
-            values[f"{prefix}/predicted_stage_{stage}"] = predicted
-        for name in SHARES:
-            each = [shares[name] for shares in self.shares]
-            values[f"{prefix}/share_{name}"] = statistics.fmean(each)
-            for stage, share in enumerate(each):
-                values[f"{prefix}/share_{name}_stage_{stage}"] = share
+        if self.predicted:
+            values[f"{prefix}/predicted"] = statistics.fmean(self.predicted)
+        by_stage: dict[str, Sequence[float]] = {
+            f"{prefix}/stage_{{}}": self.measured,
+            f"{prefix}/predicted_stage_{{}}": self.predicted,
+            f"{prefix}/stage_{{}}_busy_s": self.busy_s,
+            "memory/stage_{}_bytes": self.memory_bytes,
+        }
+        for kind, every in (("", self.shares), ("predicted_", self.predicted_shares)):
+            for name in next(iter(every), ()):
+                each = [shares[name] for shares in every]
+                values[f"{prefix}/{kind}share_{name}"] = statistics.fmean(each)
+                by_stage[f"{prefix}/{kind}share_{name}_stage_{{}}"] = each
+        for pattern, numbers in by_stage.items():
+            values |= {pattern.format(stage): number for stage, number in enumerate(numbers)}
         return values
 
     def idle_stages(self, above: float) -> list[IdleStage]:
@@ -121,11 +140,13 @@ class BubbleReport:
         return [self._idle(stage) for stage in order if self.measured[stage] > above]
 
     def _idle(self, stage: int) -> IdleStage:
-        parts = {
-            IdleCause.FILLING: self.balanced[stage],
-            IdleCause.IMBALANCE: self.predicted[stage] - self.balanced[stage],
-            IdleCause.MESSAGES: self.measured[stage] - self.predicted[stage],
-        }
+        parts = {IdleCause.WHOLE_STEPS: self.measured[stage]}
+        if self.predicted:
+            parts = {
+                IdleCause.FILLING: self.balanced[stage],
+                IdleCause.IMBALANCE: self.predicted[stage] - self.balanced[stage],
+                IdleCause.MESSAGES: self.measured[stage] - self.predicted[stage],
+            }
         before, after = self.activation_wait_s[stage], self.gradient_wait_s[stage]
         last = len(self.measured) - 1
         upstream = stage > 0 and (before >= after or stage == last)
@@ -146,7 +167,7 @@ class BubbleReport:
             waits_s=before if waits_for < stage else after,
         )
 
-    def explain(self, idle: IdleStage, num_micro_batches: int) -> str:
+    def explain(self, idle: IdleStage, num_micro_batches: int = 0) -> str:
         """Return a sentence or two for the user."""
         stages = len(self.measured)
         kind = "activations" if idle.waits_for < idle.stage else "gradients"
@@ -174,6 +195,12 @@ class BubbleReport:
                     "messages and what each micro-batch costs beside its computation. Remedy: "
                     "fewer, larger micro-batches, a cut where less is sent, or a faster link"
                 )
+            case IdleCause.WHOLE_STEPS:
+                why = (
+                    "Every rank runs the whole step here, in which each call of a network fills "
+                    "and drains the pipeline anew. Remedy: more micro_batches, or a step that "
+                    "calls its network once"
+                )
             case _:
                 assert_never(idle.cause)
         return start + why
@@ -192,3 +219,10 @@ def _balanced(costs: StepCosts) -> StepCosts:
 def _shares(stage: StepSums) -> dict[str, float]:
     total_s = sum(stage.mean_s(name) for name in SHARES)
     return {name: stage.mean_s(name) / total_s if total_s > 0 else 0.0 for name in SHARES}
+
+
+def _predicted_shares(predicted: Timeline, rank: int, stage: StepSums) -> dict[str, float]:
+    around = {name: stage.mean_s(name) for name in ("data_wait", "gradient_reduce", "optimizer")}
+    step_s = predicted.makespan_s + sum(around.values())
+    parts = {"compute": predicted.busy_s(rank), "communication_wait": predicted.idle_s(rank)}
+    return {n: s / step_s if step_s > 0 else 0.0 for n, s in {**parts, **around}.items()}

@@ -1,6 +1,8 @@
 """The job's time, part by part: what its user waited for, and where it went."""
 
 import json
+import math
+import os
 import statistics
 import time
 from array import array
@@ -9,54 +11,51 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 from typing_extensions import override
 
-from pipeswift_lightning.callbacks.job_times import process_age_s, slurm_queue_s
+from pipeswift_lightning.callbacks.job_account import Part
+from pipeswift_lightning.callbacks.job_clock import JobClock, planned_steps, time_limit_s
+from pipeswift_lightning.callbacks.job_progress import Attempt, Progress, ProgressFile
+from pipeswift_lightning.callbacks.job_table import job_table
+from pipeswift_lightning.callbacks.job_times import slurm_queue_s
+from pipeswift_lightning.callbacks.pipeline import check_count, log_scalars
+from pipeswift_lightning.callbacks.rates import Rates
+from pipeswift_lightning.plan.planner import Plan
 
-__all__ = ["JobReport", "count_batch"]
+__all__ = ["JobReport"]
 
 Report = dict[str, Any]
-MASK_NAMES = ("mask", "attention_mask")
-
-
-def count_batch(module: LightningModule, batch: Any) -> tuple[str, Tensor | int]:
-    """Return the unit a batch is counted in and its count, without waiting for a device.
-
-    In this order: ``tokens`` by the module's own ``tokens_per_batch(batch)``; ``tokens`` by the sum
-    of a ``mask`` or ``attention_mask`` in the batch; ``samples`` by the size of its first tensor.
-    """
-    hook = getattr(module, "tokens_per_batch", None)
-    if callable(hook):
-        return "tokens", hook(batch)
-    if isinstance(batch, Mapping):
-        for name in MASK_NAMES:
-            mask = batch.get(name)
-            if isinstance(mask, Tensor) and not mask.is_floating_point():
-                return "tokens", mask.sum()
-    try:
-        return "samples", extract_batch_size(batch)
-    except MisconfigurationException:
-        return "samples", 0
+_REPORT, _PROGRESS = "job.json", "progress.json"
+_WORK = (Part.TRAINING, Part.REPEATED, Part.CHECKPOINT, Part.EVALUATION)
 
 
 class JobReport(Callback):
-    """Print a table when ``fit`` ends, and write it as ``job_report.json``.
+    """Say where a job's time goes: to the loggers while it runs, then as a table and ``job.json``.
 
-    Job completion time = queue + assembly + training + validation + clean-up, where
+    Job completion time = queue + assembly + training + repeated + checkpoint + evaluation +
+    clean-up, where
 
     * *queue* is SLURM's, from submission to start; without a scheduler it is left out;
-    * *assembly* runs from the start of this process to the first training step: imports, data,
-      model, plan, Lightning's sanity check. One process, one ``fit``: a second one in the same
-      process counts the first as its assembly;
-    * *training* runs from there to the last step's end, checkpoints included, validation not;
-    * *validation* is what ran between the training steps and after the last;
+    * *assembly* runs from the start of this process to the first training step: the process's start
+      (imports, configuration), the process groups (and the wait for the other processes), the
+      model and data (``build``), the checkpoint that is resumed (``load``), Lightning's sanity
+      check and the first batch; and, of the first step, what the strategy needs to ``profile`` and
+      ``plan``. A second job in the same process begins where the first one ends;
+    * *training* is the steps and the waits for their batches;
+    * *repeated* is the steps that an earlier attempt had done after the checkpoint that this one
+      resumed. ``progress.json`` says how far a job has come; a checkpoint says where that file is;
+    * *checkpoint* is how long training stands still for saves: ``trainer.save_checkpoint`` and what
+      checkpoint callbacks do in their hooks;
+    * *evaluation* is what ran between the training steps and after the last;
     * *clean-up* runs from the end of training to the last hook Lightning calls.
+
+    Every ``every_n_steps`` batches all loggers are given ``job/<part>_s``, ``job/share_<part>`` (of
+    the time so far), ``job/elapsed_s``, ``job/left_s`` (at the pace so far; without an end in sight
+    there is none), and ``throughput/tokens_per_s``, ``samples_per_s``, ``batches_per_s``; also
+    ``flops_per_s`` where the module has ``flops_per_batch`` (a number, or a method that is given
+    the batch), and ``mfu`` where the devices' peak is known.
 
     A step is one batch. On a GPU each step ends with a device synchronisation, or its time would
     be the launch's. Any strategy will do; a strategy with a method ``measured_bubbles() ->
@@ -64,110 +63,252 @@ class JobReport(Callback):
 
     Args:
         monitor: A logged metric whose first and last validation values are shown.
-        dirpath: Folder of ``job_report.json``. None means the trainer's ``log_dir``, which is its
+        dirpath: Folder of ``job.json``. None means the trainer's ``log_dir``, which is its
             ``default_root_dir`` when there is no logger.
+        every_n_steps: Batches between two reports to the loggers.
+        peak_flops: Of one device, a second, for ``mfu``. None: known for many GPUs.
+
+    Attributes:
+        report: What ``job.json`` says, on rank 0.
+
+    Raises:
+        CallbackError: ``every_n_steps`` is no whole number above 0.
     """
 
-    def __init__(self, monitor: str | None = None, dirpath: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        monitor: str | None = None,
+        dirpath: str | Path | None = None,
+        every_n_steps: int = 50,
+        peak_flops: float | None = None,
+    ) -> None:
         self.monitor = monitor
         self.dirpath = dirpath
+        self.every_n_steps = check_count("JobReport", "every_n_steps", every_n_steps)
+        self.peak_flops = peak_flops
         self.report: Report = {}
+        self._file = ProgressFile(Path(_PROGRESS))
+        self._earlier: Progress | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self._born = time.monotonic() - process_age_s()
-        self._folder = self.dirpath
-        self._first_step: float | None = None
-        self._train_end: float | None = None
-        self._step_start = self._validation_start = 0.0
-        self._validation_s = 0.0
+        self._clock = JobClock()
+        self._folder = Path()
+        self._rates: Rates | None = None
+        self._queue_s: float | None = None
+        self._progress = Progress(attempts=[])
+        self._resumed = self._ended = self._plan_told = False
+        self._step_start = 0.0
         self._step_times = array("d")
-        self._unit = "samples"
-        self._count: Tensor | int = 0
+        self._count = 0
         self._monitored: list[tuple[int, float]] = []
         self._bubbles: list[float] | None = None
 
+    # -- set-up -------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"progress": str(self._file.path)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = True
+        self._earlier = Progress.read(Path(state_dict["progress"]))
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._clear()
-            log_dir = trainer.log_dir  # a collective: every rank asks, once
-            self._folder = self.dirpath or log_dir or trainer.default_root_dir
+        if stage != "fit":
+            return
+        self._clear()
+        self._earlier = None
+        self._clock.listen(trainer)
+        log_dir = trainer.log_dir  # a collective: every rank asks, once
+        self._folder = Path(self.dirpath or log_dir or trainer.default_root_dir).resolve()
+        self._file = ProgressFile(self._folder / _PROGRESS)
+        self._rates = Rates(trainer, self.peak_flops)
+        if trainer.is_global_zero:
+            self._queue_s = slurm_queue_s()
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock.mark("build")
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock.mark("load")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock.mark("first_batch" if "load" in self._clock.assembly else "load")
+        earlier = self._earlier.attempts if self._earlier is not None else []
+        started, step = self._clock.started, trainer.global_step
+        attempt = Attempt(started=started, ended=time.time(), from_step=step, to_step=step)
+        self._progress = Progress(attempts=[*earlier, attempt])
+        if trainer.is_global_zero:
+            self._file.write(self._progress, now=True)
+
+    # -- steps --------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._step_start = time.monotonic()
-        if self._first_step is None:
-            self._first_step = self._step_start
+        again = trainer.global_step < self._progress.reached
+        part = Part.REPEATED if again else Part.TRAINING
+        if self._clock.account.part is Part.ASSEMBLY:
+            self._clock.begin_steps(trainer, part)
+        else:
+            self._clock.account.switch(part, self._step_start)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        assert self._rates is not None
         device = trainer.strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        self._clock.end_step(trainer)
         self._step_times.append(time.monotonic() - self._step_start)
-        self._unit, count = count_batch(pl_module, batch)
-        self._count = self._count + count
+        self._rates.add(pl_module, batch)
+        if not trainer.is_global_zero:
+            return
+        self._note_progress(trainer)
+        if not self._plan_told:
+            self._tell_plan(trainer)
+        if len(self._step_times) % self.every_n_steps == 0:
+            values = {**self._scalars(trainer), **self._rate_scalars()}
+            log_scalars(trainer, values)
+
+    def _note_progress(self, trainer: Trainer, *, now: bool = False) -> None:
+        attempt = self._progress.attempts[-1]
+        attempt.to_step, attempt.ended = trainer.global_step, time.time()
+        attempt.parts_s = {part.value: s for part, s in self._clock.account.seconds.items()}
+        self._file.write(self._progress, now=now)
+
+    def _scalars(self, trainer: Trainer) -> dict[str, float]:
+        account = self._clock.account
+        elapsed_s = account.elapsed_s + (self._queue_s or 0.0)
+        values = {"job/elapsed_s": elapsed_s}
+        if self._queue_s is not None:
+            values |= {"job/queue_s": self._queue_s, "job/share_queue": self._queue_s / elapsed_s}
+        for part, seconds in account.seconds.items():
+            values[f"job/{part.value}_s"] = seconds
+            values[f"job/share_{part.value}"] = seconds / elapsed_s
+        left_s = self._left_s(trainer)
+        if math.isfinite(left_s):
+            values["job/left_s"] = left_s
+        return values
+
+    def _left_s(self, trainer: Trainer) -> float:
+        """Return the seconds until training ends, if it goes on as it has since its first step."""
+        done = trainer.global_step - self._progress.attempts[-1].from_step
+        limit_s = time_limit_s(trainer)
+        if self._ended or done < 1:
+            return 0.0 if self._ended else limit_s
+        pace_s = sum(self._clock.account.seconds[part] for part in _WORK) / done
+        return min(limit_s, max(0.0, planned_steps(trainer) - trainer.global_step) * pace_s)
+
+    def _rate_scalars(self) -> dict[str, float]:
+        assert self._rates is not None
+        rates = self._rates.since_last(self._training_s)
+        return {f"throughput/{name}": value for name, value in rates.items()}
+
+    @property
+    def _training_s(self) -> float:
+        seconds = self._clock.account.seconds
+        return seconds[Part.TRAINING] + seconds[Part.REPEATED]
+
+    def _tell_plan(self, trainer: Trainer) -> None:
+        """Give the plan to the loggers, beside the configuration; and what ran, to the report."""
+        self._plan_told = True
+        facts = {"strategy": type(trainer.strategy).__name__, **_plan_facts(trainer)}
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"job": facts})
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_start = time.monotonic()
+        if self._clock.account.part is not Part.ASSEMBLY:
+            self._clock.account.enter(Part.EVALUATION, time.monotonic())
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._first_step is not None:
-            self._validation_s += time.monotonic() - self._validation_start
+        if self._clock.account.part is Part.EVALUATION:
+            self._clock.account.leave(time.monotonic())
         value = trainer.callback_metrics.get(self.monitor) if self.monitor else None
         if value is not None:
             self._monitored.append((trainer.global_step, float(value)))
 
+    # -- the end ------------------------------------------------------------------------------
+
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._train_end = time.monotonic()
-        count = torch.as_tensor(self._count, device=trainer.strategy.root_device)
-        self._count = int(trainer.strategy.reduce(count, reduce_op="sum"))
+        if not self._step_times or self._rates is None:
+            return
+        self._clock.account.switch(Part.CLEAN_UP, time.monotonic())
+        self._ended = True
+        self._count = self._rates.reduced_count(trainer)
         measured_bubbles = getattr(trainer.strategy, "measured_bubbles", None)
         if callable(measured_bubbles):
             self._bubbles = measured_bubbles()
+        self.report = _plan_facts(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit" or self._first_step is None or self._train_end is None:
-            return  # another loop, or training did not end
-        if not trainer.is_global_zero:
+        if stage != "fit":
             return
-        queue_s = slurm_queue_s()
-        self.report = self._summarise(queue_s, self._first_step, self._train_end)
+        self._clock.stop()
+        if self._ended and trainer.is_global_zero:
+            self._finish(trainer, "finished")
+            log_scalars(trainer, self._scalars(trainer))
+            Console().print(job_table(self.report))
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._clock.stop()
+        if trainer.is_global_zero and self._rates is not None:
+            stopped = isinstance(exception, KeyboardInterrupt)
+            self._finish(trainer, "interrupted" if stopped else "failed")
+            first_line = next(iter(str(exception).splitlines()), "")
+            self.report["error"] = f"{type(exception).__name__}: {first_line}"
+            self._write()
+
+    def _finish(self, trainer: Trainer, status: str) -> None:
+        self._clock.account.advance(time.monotonic())
+        plan = self.report or _plan_facts(trainer)
+        self.report = {"status": status, **self._summary(), **plan}
         self.report["strategy"] = type(trainer.strategy).__name__
         self.report["world_size"] = trainer.world_size
-        Console().print(job_table(self.report))
-        folder = Path(self._folder or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "job_report.json").write_text(json.dumps(self.report, indent=2) + "\n")
+        if self._rates is not None:
+            self.report["stages"] = self._rates.num_stages
+            self.report["replicas"] = self._rates.num_replicas
+        self._write()
+        if self._progress.attempts:
+            self._note_progress(trainer, now=True)
 
-    def _summarise(self, queue_s: float | None, first_step: float, train_end: float) -> Report:
-        assembly_s = first_step - self._born
-        training_s = train_end - first_step - self._validation_s
-        clean_up_s = time.monotonic() - train_end
-        parts_s = (queue_s or 0.0, assembly_s, training_s, self._validation_s, clean_up_s)
-        times = list(self._step_times)
-        quartiles = _quartiles(times)
+    def _write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        draft = self._folder / f"{_REPORT}.tmp"
+        draft.write_text(json.dumps(self.report, indent=2) + "\n")
+        os.replace(draft, self._folder / _REPORT)
+
+    def _summary(self) -> Report:
+        assert self._rates is not None
+        account, times = self._clock.account, list(self._step_times)
         report: Report = {
-            "job_completion_s": sum(parts_s),
-            "queue_s": queue_s,
-            "assembly_s": assembly_s,
-            "training_s": training_s,
-            "validation_s": self._validation_s,
-            "clean_up_s": clean_up_s,
+            "job_completion_s": account.elapsed_s + (self._queue_s or 0.0),
+            "queue_s": self._queue_s,
+            **{f"{part.value}_s": seconds for part, seconds in account.seconds.items()},
+            "assembly": dict(self._clock.assembly),
+            **self._attempts(),
             "steps": len(times),
-            "step_s": dict(zip(("quartile_1", "median", "quartile_3"), quartiles, strict=True)),
+            "step_s": _quartiles(times),
         }
-        if self._count:
-            report[f"{self._unit}_per_s"] = int(self._count) / training_s
+        if self._count and self._training_s > 0:
+            report |= self._rates.overall(self._count, self._training_s)
         if self._bubbles is not None:
             report["bubble_by_stage"] = list(self._bubbles)
         if self.monitor and self._monitored:
@@ -175,33 +316,26 @@ class JobReport(Callback):
             report["monitor"] = {"name": self.monitor, "by_step": steps_and_values}
         return report
 
+    def _attempts(self) -> Report:
+        attempts = self._progress.attempts
+        first = attempts[0].started if attempts else self._clock.started
+        known = self._earlier is not None or not self._resumed
+        return {
+            "attempt": max(1, len(attempts)),
+            "from_step": attempts[-1].from_step if attempts else 0,
+            "lost_steps": self._progress.lost_steps if attempts and known else None,
+            "since_first_start_s": time.time() - first,
+        }
 
-def _quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+
+def _plan_facts(trainer: Trainer) -> Report:
+    """Return what was planned, where there was a plan."""
+    plan = getattr(trainer.strategy, "plan", None)
+    return {"plan": plan.summary()} if isinstance(plan, Plan) else {}
 
 
-def job_table(report: Report) -> Table:
-    """Lay ``report`` out as the table that is printed, with the stages' bubbles if measured."""
-    table = Table(title="Job report", show_header=False, title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right")
-    table.add_row("job completion time", f"{report['job_completion_s']:.1f} s")
-    queue_s = report["queue_s"]
-    table.add_row("  queue", "no scheduler" if queue_s is None else f"{queue_s:.1f} s")
-    for part in ("assembly", "training", "validation", "clean_up"):
-        table.add_row(f"  {part.replace('_', '-')}", f"{report[f'{part}_s']:.1f} s")
-    table.add_section()
-    table.add_row("steps", str(report["steps"]))
-    step_ms = [f"{1e3 * s:.1f}" for s in report["step_s"].values()]
-    table.add_row("step time, median", f"{step_ms[1]} ms")
-    table.add_row("step time, quartiles", f"{step_ms[0]} to {step_ms[2]} ms")
-    for unit in ("tokens", "samples"):
-        if f"{unit}_per_s" in report:
-            table.add_row(f"{unit} per second", f"{report[f'{unit}_per_s']:,.0f}")
-    for stage, bubble in enumerate(report.get("bubble_by_stage", ())):
-        table.add_row(f"stage {stage}, measured bubble", f"{bubble:.1%}")
-    if "monitor" in report:
-        name, by_step = report["monitor"]["name"], report["monitor"]["by_step"]
-        for step, value in by_step[:1] + by_step[1:][-1:]:
-            table.add_row(f"{name}, step {step}", f"{value:.4f}")
-    return table
+def _quartiles(values: list[float]) -> Mapping[str, float]:
+    if not values:
+        return {}
+    three = statistics.quantiles(values, n=4, method="inclusive") if values[1:] else values * 3
+    return dict(zip(("quartile_1", "median", "quartile_3"), three, strict=True))

@@ -8,7 +8,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-__all__ = ["process_age_s", "slurm_queue_s"]
+__all__ = ["job_age_s", "note_job_end", "process_age_s", "slurm_queue_s"]
 
 IMPORTED_S = time.monotonic()
 SCONTROL_TIMEOUT_S = 5.0
@@ -28,6 +28,22 @@ def process_age_s() -> float:
     except (OSError, ValueError, IndexError, AttributeError):
         return since_import_s
     return max(age_s, since_import_s) if started_ticks else since_import_s
+
+
+_ended_s: list[
+    float
+] = []  # when jobs of this process have ended: a fact of the process, like its age
+
+
+def note_job_end() -> None:
+    """Note that a job of this process has ended; another one may follow, as in a sweep."""
+    _ended_s[:] = [time.monotonic()]
+
+
+def job_age_s() -> float:
+    """Return the seconds since this process started, or since its last job ended."""
+    age_s = process_age_s()
+    return min([age_s, *(time.monotonic() - ended_s for ended_s in _ended_s)])
 
 
 def slurm_queue_s() -> float | None:

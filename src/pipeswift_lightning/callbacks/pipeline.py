@@ -21,7 +21,7 @@ class ObservablePipeline(Protocol):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last training step."""
+        """The plan of the last training step; None where every rank runs whole steps."""
         ...
 
     def step_events(self) -> tuple[Event, ...]:
@@ -34,6 +34,10 @@ class ObservablePipeline(Protocol):
 
     def gather_over_stages(self, what: str, value: Any) -> list[Any]:
         """Return every stage's ``value``; collective."""
+        ...
+
+    def gather_over_replicas(self, what: str, value: Any) -> list[Any]:
+        """Return every replica's ``value``; collective."""
         ...
 
 

@@ -13,11 +13,19 @@ __all__ = ["StepSums", "mean_costs"]
 
 @dataclass(slots=True)
 class StepSums:
-    """Sums over the steps of one stage that followed one schedule; what is gathered."""
+    """Sums over the steps of one stage that followed one schedule; what is gathered.
+
+    Attributes:
+        num_steps: How many steps.
+        sums_s: Seconds by part of the step.
+        computed_s: Seconds by kind of computation and micro-batch.
+        memory_bytes: What the stage's process has held at most.
+    """
 
     num_steps: int = 0
     sums_s: dict[str, float] = field(default_factory=dict)
     computed_s: dict[tuple[EventKind, int], float] = field(default_factory=dict)
+    memory_bytes: int = 0
 
     def add(self, parts: StepParts) -> None:
         """Add one step."""

@@ -12,6 +12,7 @@ from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.drawing import Panel, page, png, require_matplotlib, write_chrome_trace
 from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.simulator import simulate
 from pipeswift_lightning.plan.timeline import Timeline
 
@@ -31,7 +32,7 @@ class TimelineTrace(Callback):
     an arrow from the computation that made a message to the one that used it.
 
     The other ranks wait while rank 0 draws: about a second for 4 stages. With replicas, the first
-    is drawn. On a GPU the times are the host's.
+    is drawn. Steps that every rank runs whole follow no schedule, so nothing is predicted of them.
 
     Args:
         every_n_steps: Batches between two pictures.
@@ -73,17 +74,21 @@ class TimelineTrace(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pipeline = self._pipeline
-        if pipeline is None or (plan := pipeline.plan) is None:
+        if pipeline is None:
             return
         self._num_steps += 1
         if self._num_steps % self.every_n_steps:
             return
-        timeline = pipeline.timeline()
+        timeline, plan = pipeline.timeline(), pipeline.plan
         if trainer.is_global_zero:
-            self._draw(trainer, timeline, plan.schedule)
+            self._draw(trainer, timeline, plan)
 
-    def _draw(self, trainer: Trainer, timeline: Timeline, schedule: Schedule) -> None:
-        panels = (Panel("measured", timeline), Panel("predicted", _predicted(timeline, schedule)))
+    def _draw(self, trainer: Trainer, timeline: Timeline, plan: Plan | None) -> None:
+        panels = [Panel("measured", timeline)]
+        if plan is not None:
+            sizes = plan.micro_batches.sizes
+            predicted = _predicted(timeline, plan.schedule)
+            panels = [Panel("measured", timeline, sizes), Panel("predicted", predicted, sizes)]
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = self._folder / f"step_{self._num_steps:06}"
         title = f"{type(trainer.lightning_module).__name__}, step {self._num_steps}"

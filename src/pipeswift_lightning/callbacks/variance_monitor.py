@@ -43,7 +43,8 @@ class VarianceMonitor(Callback):
 
     Each cause that costs at least ``warn_above`` of a step is told once, with a remedy. Windows are
     kept by schedule, so that a short last batch spoils none; when the plan changes, the next full
-    window is compared with the last one of the plan before.
+    window is compared with the last one of the plan before. Steps that every rank runs whole
+    (``loss="transparent"``) are not observed. With replicas, the numbers are the first's.
 
     Args:
         window: Number of steps.
@@ -105,7 +106,10 @@ class VarianceMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pipeline = self._pipeline
-        if pipeline is None or (plan := pipeline.plan) is None:
+        if pipeline is None:
+            return
+        if (plan := pipeline.plan) is None:
+            self._rest()
             return
         schedule = plan.schedule
         if id(schedule) not in self._windows and len(self._windows) >= _MAX_PLANS:
@@ -114,6 +118,16 @@ class VarianceMonitor(Callback):
         self._add(window, pipeline.step_events(), schedule.num_micro_batches)
         if len(window.steps_s) >= self.window:
             self._report(trainer, pipeline, schedule)
+
+    def _rest(self) -> None:
+        """Say that steps which every rank runs whole are no business of this monitor."""
+        self._pipeline = None
+        self._garbage.stop()
+        rank_zero_warn(
+            "VarianceMonitor: every rank runs whole steps here, which follow no one schedule, so "
+            "what a slow stage or link costs cannot be simulated. Nothing is observed. Remedy: "
+            "BubbleMonitor and TimelineTrace observe such steps too"
+        )
 
     def _add(self, window: StageWindow, events: tuple[Event, ...], num_micro_batches: int) -> None:
         end_s = perf_counter()
@@ -155,7 +169,8 @@ class VarianceMonitor(Callback):
         self.reports.append(report)
         log_scalars(trainer, report.scalars(self.prefix))
         if (change := report.explain_change()) is not None:
-            rank_zero_info(f"VarianceMonitor: {change}")
+            tell = rank_zero_warn if report.varies_more else rank_zero_info
+            tell(f"VarianceMonitor: {change}")
         for cause in report.causes:
             key = cause.kind.value, cause.stage, cause.target
             if key not in self._told:

@@ -17,6 +17,7 @@ from pipeswift_lightning.plan.transfers import transfers
 
 __all__ = ["Cause", "CauseKind", "Spread", "StageWindow", "VarianceReport"]
 
+_RAISED, _NEGLIGIBLE = 1.25, 0.01
 _QUIET = 0.1  # The share of steps that counts as undisturbed.
 
 
@@ -208,15 +209,23 @@ class VarianceReport:
             values[f"{prefix}/{kind.value}_s"] = sum(costs)
         return values
 
+    @property
+    def varies_more(self) -> bool:
+        """Whether the change of plan has raised the variation by a quarter and more."""
+        if self.before is None:
+            return False
+        return self.step.variation > _RAISED * self.before.step.variation + _NEGLIGIBLE
+
     def explain_change(self) -> str | None:
         """Say what the change of plan brought; None without one."""
         if self.before is None:
             return None
         old, new = self.before.step, self.step
+        raised = ". Remedy: the plan before, if steps need to be even" if self.varies_more else ""
         return (
             f"the plan has changed: a step took {1e3 * old.mean_s:.1f} ms (variation "
             f"{old.variation:.1%}) and takes {1e3 * new.mean_s:.1f} ms ({new.variation:.1%}), "
-            f"{new.mean_s / old.mean_s - 1:+.1%}"
+            f"{new.mean_s / old.mean_s - 1:+.1%}{raised}"
         )
 
 

@@ -6,7 +6,7 @@ from importlib.resources import files
 from string import Template
 
 from pipeswift_lightning.drawing.panel import COLORS, NAMES, Panel
-from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.plan.timeline import Event, EventKind
 
 __all__ = ["page"]
 
@@ -16,9 +16,9 @@ _TALLEST_ROW_PX, _LOWEST_ROW_PX, _PANEL_PX = 28, 11, 700
 def page(panels: Sequence[Panel], *, title: str) -> str:
     """Return the HTML page.
 
-    A rank is a row. Pointing at a box shows stage, micro-batch and times; the wheel zooms around
-    the pointer (all panels alike), dragging moves, a double click shows everything again; the
-    keys +, -, 0 and the arrows do the same.
+    A rank is a row. Pointing at a box shows stage, micro-batch, samples and times; the wheel zooms
+    around the pointer (all panels alike), dragging moves, a double click shows everything again;
+    the keys +, -, 0 and the arrows do the same.
 
     Args:
         panels: Drawn one above the other over one axis of time.
@@ -48,9 +48,7 @@ def _panel(panel: Panel, first_s: float, last_s: float) -> str:
     ranks = range(num_ranks)
     rects = "".join(
         f'<rect class="{e.kind.value}" x="{_us(e.start_s)}" y="{e.rank + 0.05:g}" '
-        f'width="{_us(e.duration_s)}" height="0.9"'
-        + (f' data-m="{e.micro_batch}"' if e.micro_batch is not None else "")
-        + "/>"
+        f'width="{_us(e.duration_s)}" height="0.9"' + _micro_batch(e, panel.samples) + "/>"
         for e in panel.events()
     )
     stages = "".join(f"<div>stage {rank}</div>" for rank in ranks)
@@ -63,6 +61,14 @@ def _panel(panel: Panel, first_s: float, last_s: float) -> str:
         f'preserveAspectRatio="none">{rects}</svg>'
         f'<div class="labels"></div></div><div class="names">{bubbles}</div></div>'
     )
+
+
+def _micro_batch(event: Event, samples: Sequence[int]) -> str:
+    """Return the attributes that tell an event's micro-batch, and its samples."""
+    number = event.micro_batch
+    if number is None:
+        return ""
+    return f' data-m="{number}"' + (f' data-n="{samples[number]}"' if samples else "")
 
 
 def _us(seconds: float) -> str:

@@ -27,10 +27,12 @@ class Panel:
     Args:
         name: Stands above it: "measured", "predicted".
         timeline: One rank a row.
+        samples: Of each micro-batch, where that is known.
     """
 
     name: str
     timeline: Timeline
+    samples: tuple[int, ...] = ()
 
     def events(self) -> tuple[Event, ...]:
         """Return the events with time 0 at the first computation, waits below computation."""

@@ -204,6 +204,17 @@ class GPTModule(LightningModule):
         self.log("val/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
         return loss
 
+    def flops_per_batch(self, batch: dict[str, Tensor]) -> int:
+        """Return the FLOPs of a step: 6 a parameter and token, and attention's; for `JobReport`.
+
+        Positions are looked up, so they cost none; padding is computed too, so it counts.
+        """
+        samples, length = batch["tokens"].shape
+        layers, dim = self.hparams["num_layers"], self.hparams["dim"]
+        looked_up = self.hparams["max_len"] * dim
+        parameters = sum(p.numel() for p in self.parameters()) - looked_up
+        return int(samples * length * (6 * parameters + 12 * layers * dim * length))
+
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.model(batch["tokens"], batch["mask"])
         return per_sample_loss(logits, batch["targets"], batch["mask"]).mean()

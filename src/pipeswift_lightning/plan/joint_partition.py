@@ -8,25 +8,26 @@ otherwise those around the least bottleneck, evenly balanced or tapered, and the
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeswift_lightning.plan.bottleneck import PartitionError, StageProblem, solve_starts
 from pipeswift_lightning.plan.costs import Link
 from pipeswift_lightning.plan.evaluator import Evaluator, Floats, Ints
 from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.plan.partition_search import (
+    Bools,
+    PartitionSearch,
+    all_starts,
+    bounds_of,
+    without_empty_stages,
+)
 
 __all__ = ["StepShape", "simulated_partition"]
-
-Bools: TypeAlias = npt.NDArray[np.bool_]
 
 _INSTANT = Link()
 _ALL_CELLS = 12_000_000  # Computations times partitions up to which all are simulated: 0.1 s.
 _TAPERS = (1.0, 0.9, 1.1, 1.25, 0.8, 1.5)
-_STARTS = 4  # Partitions from which the neighbours are searched.
-_REACH = 3  # Layers by which a neighbour's cuts differ.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,71 +87,30 @@ def simulated_partition(
             f"partition, {need[0]}, and the scales, {need[1]}. Remedy: build them from one number"
         )
         raise PartitionError(message)
-    search = _Search(problem, evaluator, shape)
+    simulation = _Simulation(problem, evaluator, shape)
+    search = PartitionSearch(simulation.makespans_s, simulation.admissible)
     n, cuts = len(problem.costs_s), problem.num_stages - 1
     solve_starts(problem)  # Says what is wrong if nothing fits.
-    number = math.comb(n - 1, cuts)
-    if number * evaluator.num_computes <= _ALL_CELLS:
-        inner = np.array(list(itertools.combinations(range(1, n), cuts)), dtype=np.int64)
-        starts, value = search.best(_with_zero(inner.reshape(number, cuts)))
+    if math.comb(n - 1, cuts) * evaluator.num_computes <= _ALL_CELLS:
+        starts, value = search.best(all_starts(n, problem.num_stages))
     else:
         starts, value = search.around(_tapered(problem))
     return Partition(tuple(starts.tolist()), n), value
 
 
-class _Search:
+class _Simulation:
     """Simulates partitions, all of them in one array."""
 
     def __init__(self, problem: StageProblem, evaluator: Evaluator, shape: StepShape) -> None:
+        self.num_layers = len(problem.costs_s)
         self.problem, self.evaluator, self.shape = problem, evaluator, shape
         self.prefix_s = np.concatenate([[0.0], np.cumsum(problem.costs_s)])
         self.slowdown = np.array(problem.slowdown or [1.0] * problem.num_stages)
 
-    def best(self, starts: Ints) -> tuple[Ints, float]:
-        """Return the best of the partitions that fit, the first of equal ones."""
-        starts = starts[self._admissible(starts)]
-        values = self._makespans_s(starts)
-        first = int(values.argmin())
-        return starts[first], float(values[first])
-
-    def around(self, starts: Ints) -> tuple[Ints, float]:
-        """Descend from the best of the given partitions to better neighbours."""
-        starts = starts[self._admissible(starts)]
-        values = self._makespans_s(starts)
-        found: list[tuple[float, tuple[int, ...]]] = []
-        for index in np.argsort(values, kind="stable")[:_STARTS]:
-            current, value = starts[index], float(values[index])
-            while True:
-                near, near_value = self.best(np.vstack([current[None], self._neighbours(current)]))
-                if not near_value < value:
-                    break
-                current, value = near, near_value
-            found.append((value, tuple(current.tolist())))
-        value, order = min(found)
-        return np.array(order), value
-
-    def _neighbours(self, starts: Ints) -> Ints:
-        """Return partitions with one or two cuts moved, or a run of cuts moved together."""
-        cuts = len(starts) - 1
-        steps = [d for d in range(-_REACH, _REACH + 1) if d]
-        moved: list[Ints] = []
-        for a in range(1, cuts + 1):
-            for b in range(a, cuts + 1):
-                for d in steps:
-                    run = starts.copy()
-                    run[a : b + 1] += d
-                    moved.append(run)
-                for d, e in itertools.product((-1, 1), repeat=2) if b > a else ():
-                    pair = starts.copy()
-                    pair[a] += d
-                    pair[b] += e
-                    moved.append(pair)
-        return np.array(moved, dtype=np.int64).reshape(-1, len(starts))
-
-    def _admissible(self, starts: Ints) -> Bools:
-        n = len(self.problem.costs_s)
-        bounds = np.hstack([starts, np.full((len(starts), 1), n)])
-        good: Bools = np.all(np.diff(bounds, axis=1) > 0, axis=1)
+    def admissible(self, starts: Ints) -> Bools:
+        """Return which of the partitions have no empty stage or forbidden cut, and fit."""
+        n, bounds = self.num_layers, bounds_of(starts, self.num_layers)
+        good = without_empty_stages(starts, n)
         good &= ~np.isin(starts[:, 1:], sorted(self.problem.forbidden_cuts)).any(axis=1)
         memory = self.problem.memory
         if memory is not None:
@@ -161,10 +121,10 @@ class _Search:
             good &= (needed <= np.array(memory.capacity_bytes)).all(axis=1)
         return good
 
-    def _makespans_s(self, starts: Ints) -> Floats:
-        n, stages = len(self.problem.costs_s), self.problem.num_stages
+    def makespans_s(self, starts: Ints) -> Floats:
+        """Return the makespan of each of the partitions."""
+        stages, bounds = self.problem.num_stages, bounds_of(starts, self.num_layers)
         scales = np.array(self.shape.scales)
-        bounds = np.hstack([starts, np.full((len(starts), 1), n)])
         load = (np.diff(self.prefix_s[bounds], axis=1) * self.slowdown).T  # [stages][candidates]
         forward = (load[:, None, :] * scales[:, None]).reshape(-1, len(starts))
         wire = None
@@ -194,7 +154,3 @@ def _tapered(problem: StageProblem) -> Ints:
             slow = tuple(float(s * t) for s, t in zip(slowdown, taper, strict=True))
             starts[solve_starts(replace(problem, slowdown=slow))] = None
     return np.array(list(starts), dtype=np.int64)
-
-
-def _with_zero(inner: Ints) -> Ints:
-    return np.hstack([np.zeros((len(inner), 1), dtype=np.int64), inner])

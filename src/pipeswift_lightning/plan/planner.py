@@ -85,6 +85,23 @@ class Plan:
             )
         )
 
+    def summary(self) -> dict[str, object]:
+        """Return the plan as plain values, for a log or a table.
+
+        Example:
+            >>> plan = make_plan(partition=Partition((0, 3), 5), micro_batches=MicroBatches((2, 2)))
+            >>> plan.summary()["schedule"], plan.summary()["layers"]
+            ('1f1b', [3, 2])
+        """
+        return {
+            "schedule": self.schedule_name,
+            "stages": self.partition.num_stages,
+            "micro_batches": self.micro_batches.num_micro_batches,
+            "sizes": list(self.micro_batches.sizes),
+            "layers": [len(layers) for layers in self.partition.ranges],
+            "digest": self.digest[:12],
+        }
+
     def _text(self) -> str:
         return "\n".join(
             (

@@ -9,6 +9,13 @@ import torch.distributed as dist
 
 __all__ = ["DisagreementError", "require_agreement"]
 
+_RULE = (
+    "Rule: every rank of a pipeline draws the same batches and computes the same plan. "
+    "Remedy: seed everything that shuffles or augments (seed_everything(s, workers=True)), "
+    "use the same data, arguments and package versions on all ranks, and let no callback "
+    "consume random numbers on one rank only"
+)
+
 
 class DisagreementError(RuntimeError):
     """Ranks that must agree do not."""
@@ -20,6 +27,7 @@ def require_agreement(
     device: torch.device,
     *,
     remark: int = 0,
+    rule: str = _RULE,
 ) -> tuple[int, ...]:
     """Compare ``facts`` over the ranks of ``group``.
 
@@ -30,6 +38,7 @@ def require_agreement(
         group: The ranks to compare; ``None`` for all.
         device: Where the group's backend expects tensors.
         remark: 32 bits that may differ from rank to rank.
+        rule: What was expected and what to do, for the error's end.
 
     Returns:
         The remarks of all ranks of the group.
@@ -45,11 +54,13 @@ def require_agreement(
     dist.all_gather(every, mine, group=group)
     received = [other.cpu().numpy().tobytes() for other in every]
     if any(other[:16] != digest for other in received):
-        _raise_difference(facts, group)
+        _raise_difference(facts, group, rule)
     return tuple(int.from_bytes(other[16:], "little") for other in received)
 
 
-def _raise_difference(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> NoReturn:
+def _raise_difference(
+    facts: Mapping[str, str], group: dist.ProcessGroup | None, rule: str
+) -> NoReturn:
     everyone: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everyone, dict(facts), group=group)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -63,12 +74,6 @@ def _raise_difference(facts: Mapping[str, str], group: dist.ProcessGroup | None)
                 f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {v}" for v, r in sides.items()
             )
             lines.append(f"  {key}: {parts}")
-    msg = (
-        "the ranks of one pipeline are about to do different things:\n"
-        + "\n".join(lines)
-        + "\nRule: every rank of a pipeline draws the same batches and computes the same plan. "
-        "Remedy: seed everything that shuffles or augments (seed_everything(s, workers=True)), "
-        "use the same data, arguments and package versions on all ranks, and let no callback "
-        "consume random numbers on one rank only"
-    )
+    head = "the ranks of one job are about to do different things:"
+    msg = "\n".join([head, *lines, rule])
     raise DisagreementError(msg)

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 from typing import Any, Protocol, assert_never
 
 import torch
@@ -23,6 +22,7 @@ from pipeswift_lightning.plan.instructions import (
 from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.runtime.device_clock import Instant
 from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, tensors_of
 from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recorder import Recorder
@@ -142,6 +142,10 @@ class Executor:
         """Begin a step of several runs."""
         self._channel.begin()
 
+    def forget(self) -> None:
+        """Forget how messages look, between steps: from now on other layers send them."""
+        self._channel.forget()
+
     def run_forward(self, row: Sequence[Instruction], program: StageProgram) -> Held:
         """Execute a row of forwards whose backwards may come, now or later or never.
 
@@ -225,7 +229,7 @@ class Executor:
             received = self._wait(stage, micro_batch, is_gradient=False)
             inputs = pending.arrivals
         self._mark("Forward", stage, micro_batch)
-        start = perf_counter()
+        start = self._now()
         try:
             with torch.set_grad_enabled(training):
                 output = program.forward(stage, micro_batch, received)
@@ -245,7 +249,7 @@ class Executor:
         if stage != self._last_stage:
             gradients = self._wait(stage, micro_batch, is_gradient=True)
         self._mark("Backward", stage, micro_batch)
-        start = perf_counter()
+        start = self._now()
         try:
             if stage == self._last_stage:
                 if saved.loss is not None:
@@ -313,7 +317,7 @@ class Executor:
         pending = self._pending.pop((stage, micro_batch, is_gradient))
         doing = _WAITING[is_gradient]
         self._mark(doing, stage, micro_batch, self._ranks[pending.source])
-        start = perf_counter()
+        start = self._now()
         try:
             value = self._channel.wait(pending)
         except Exception:
@@ -339,7 +343,7 @@ class Executor:
             micro_batch=self._progress.micro_batch,
             waiting_for=self._ranks[peer],
         )
-        start = perf_counter()
+        start = self._now()
         try:
             flight.wait()
         except Exception:
@@ -352,9 +356,12 @@ class Executor:
     def _mark(self, doing: str, stage: int, micro_batch: int, peer: int | None = None) -> None:
         self._progress.mark(doing, stage=stage, micro_batch=micro_batch, waiting_for=peer)
 
-    def _record(self, kind: EventKind, stage: int, micro_batch: int | None, start_s: float) -> None:
+    def _now(self) -> Instant:
+        return 0.0 if self._recorder is None else self._recorder.now()
+
+    def _record(self, kind: EventKind, stage: int, micro_batch: int | None, start: Instant) -> None:
         if self._recorder is not None:
-            self._recorder.add(kind, stage, micro_batch, start_s, perf_counter())
+            self._recorder.add(kind, stage, micro_batch, start, self._recorder.now())
 
 
 def _differentiable(value: Any) -> list[Tensor]:

@@ -92,6 +92,7 @@ class MeshGroups:
     replicas: dist.ProcessGroup
     edges: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     shared: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
+    _connected: set[tuple[int, ...]] = field(default_factory=set)
 
     @classmethod
     def create(cls, mesh: Mesh, rank: int) -> "MeshGroups":
@@ -115,7 +116,8 @@ class MeshGroups:
         Args:
             owners: Tuples of stages, each with two or more.
         """
-        for stages in sorted(set(owners) - self.shared.keys()):
+        for stages in sorted(set(owners) - self._connected):
+            self._connected.add(stages)  # on all ranks: also where this one is no member
             for replica in range(self.mesh.num_replicas):
                 ranks = [self.mesh.rank(stage=s, replica=replica) for s in stages]
                 group = _new_group(ranks)
@@ -126,6 +128,7 @@ class MeshGroups:
         """Let go of the groups: a connection is open for as long as anything refers to it."""
         self.edges.clear()
         self.shared.clear()
+        self._connected.clear()
         self.pipeline = self.replicas = None  # type: ignore[assignment]  # nothing may use them
 
     @property

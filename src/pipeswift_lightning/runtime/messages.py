@@ -197,6 +197,11 @@ class Channel:
         if self.dynamic_shapes or len(self._received) > _MAX_LAYOUTS:
             self._received.clear()
 
+    def forget(self) -> None:
+        """Forget how messages look: from now on other layers send them."""
+        self._sent.clear()
+        self._received.clear()
+
     def send_activation(self, destination: int, key: Hashable, value: Any) -> InFlight:
         """Start sending ``value``, with its layout if ``key`` is new.
 

@@ -159,6 +159,33 @@ class LocalShare:
             parameter.grad = None
             self._given_up[name] = parameter
 
+    def take_over(self, name: str, data: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Put a parameter with ``data`` in the place of its stand-in.
+
+        The object that the user's code, hooks and optimizers know is there again.
+        """
+        original = self._given_up.pop(name, None)
+        if original is None:  # built on the meta device, and never here before
+            parameter = dict(self.module.named_parameters())[name]
+            real = nn.Parameter(data, requires_grad=requires_grad)
+            real.__dict__.update(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+            return parameter
+        original.data = data
+        original.requires_grad_(requires_grad)
+        self._place(name, original)
+        return original
+
+    def set_buffer(self, name: str, value: torch.Tensor | None) -> None:
+        """Give a buffer the value that its owner had."""
+        path, _, leaf = name.rpartition(".")
+        buffers = self.module.get_submodule(path)._buffers
+        held = buffers.get(leaf)
+        if held is None or value is None or held.is_meta or _kind(held) != _kind(value):
+            buffers[leaf] = value
+        else:
+            held.copy_(value)  # other modules may share it
+
     def bring_back(self, groups: MeshGroups, device: torch.device) -> None:
         """Fetch every parameter and buffer from its owner; collective over the pipeline.
 
@@ -200,7 +227,7 @@ class LocalShare:
         """Fetch buffers as objects: a step may have made them, or changed their shapes."""
         own = {
             name: None if buffer is None else buffer.detach().cpu()
-            for name, buffer in self._buffers()
+            for name, buffer in self.named_buffers()
             if self.owners.buffers.get(name, self.stage) == self.stage
         }
         every: list[dict[str, torch.Tensor | None]] = [{} for _ in range(groups.mesh.num_stages)]
@@ -211,7 +238,8 @@ class LocalShare:
             path, _, leaf = name.rpartition(".")
             self.module.get_submodule(path)._buffers[leaf] = every[stage][name]
 
-    def _buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """List all buffers, under each of their names; ``None`` where one is registered as such."""
         for prefix, child in self.module.named_modules(remove_duplicate=False):
             for name, buffer in child._buffers.items():
                 yield f"{prefix}.{name}" if prefix else name, buffer
@@ -247,3 +275,7 @@ class LocalShare:
         for alias in self.table.aliases[name]:
             path, _, leaf = alias.rpartition(".")
             self.module.get_submodule(path)._parameters[leaf] = parameter
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

@@ -1,7 +1,7 @@
 """What one look at the user's step tells: the layers' order, and the values that cross each cut."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from pipeswift_lightning.runtime.operations import Operation
 
@@ -63,6 +63,19 @@ class StepTrace:
     _crossing: dict[tuple[int, int], dict[Operation, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @classmethod
+    def of_all(cls, traces: Sequence["StepTrace"]) -> "StepTrace":
+        """Return the first trace, with the gaps in which any of them uses each parameter.
+
+        Args:
+            traces: Of kinds of steps that call the same layers in the same order.
+        """
+        gaps: dict[str, frozenset[int]] = {}
+        for trace in traces:
+            for name, found in trace.parameter_gaps.items():
+                gaps[name] = gaps.get(name, frozenset()) | found
+        return replace(traces[0], parameter_gaps=gaps)
 
     @property
     def num_layers(self) -> int:

@@ -89,6 +89,20 @@ class Collectives:
         self.guarded(what, lambda: dist.all_gather_object(every, value, group=pipeline))
         return every
 
+    def gather_over_ranks(self, what: str, value: Any) -> list[list[Any]]:
+        """Return every rank's object, by replica and stage."""
+        mesh = self._groups.mesh
+        every: list[Any] = [None] * mesh.world_size
+        self.guarded(what, lambda: dist.all_gather_object(every, value))
+        return [[every[r] for r in mesh.pipeline_ranks(i)] for i in range(mesh.num_replicas)]
+
+    def gather_over_replicas(self, what: str, value: Any) -> list[Any]:
+        """Return every replica's object, by replica."""
+        every: list[Any] = [None] * self._groups.mesh.num_replicas
+        replicas = self._groups.replicas
+        self.guarded(what, lambda: dist.all_gather_object(every, value, group=replicas))
+        return every
+
     def sum_over_stages(self, value: Tensor) -> None:
         """Add ``value`` up over the stages, in place."""
         self.guarded(

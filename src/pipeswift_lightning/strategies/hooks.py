@@ -22,6 +22,7 @@ from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.formed import form_batches
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.comparison import (
     NOTHING_FITS,
     Matches,
@@ -88,8 +89,11 @@ def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any
 class StepRunner:
     """Runs step hooks over a session, and gives every rank the same result."""
 
-    def __init__(self, session: PipelineSession, options: PipelineOptions) -> None:
+    def __init__(
+        self, session: PipelineSession, options: PipelineOptions, assembly: AssemblyTimes
+    ) -> None:
         self._session = session
+        self._assembly = assembly
         self._module: LightningModule = session.module
         self._options = options
         self._planner = session.planner
@@ -130,7 +134,7 @@ class StepRunner:
         if self._runs_whole():
             return self._run_whole(hook, args, precision)
         call = self._call(hook, batch, tuple(rest), precision)
-        trace = self._session.look_at(call)
+        trace = self._look_at(call)
         if self._runs_whole():  # as the look has shown to be needed
             return self._run_whole(hook, args, precision)
         call, scope, counted = self._scope(hook, call, trace)
@@ -139,6 +143,13 @@ class StepRunner:
         replicated = self._session.groups.mesh.num_replicas > 1
         replay(self._module, logs, self._session.device, replicated=replicated)
         return output
+
+    def _look_at(self, call: StepCall) -> StepTrace | None:
+        """Look how the step hangs together; the first look cuts the module too."""
+        if self._session.partition is not None:
+            return self._session.look_at(call)
+        with self._assembly.timing(AssemblyPart.PLAN):
+            return self._session.look_at(call)
 
     def _runs_whole(self) -> bool:
         return self._session.transparent is not None

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -18,12 +18,14 @@ from typing_extensions import override
 from pipeswift_lightning.runtime.failure import PipelineFailure
 from pipeswift_lightning.runtime.process import ProcessIdentity
 from pipeswift_lightning.strategies.hydra_job import (
+    SWEEP_VARIABLE,
     hydra_child_command,
     in_hydra_job,
     mark_hydra_job,
+    sweep_of_this_job,
 )
 
-__all__ = ["PARENT_VARIABLE", "PipelineLauncher", "launcher_pid"]
+__all__ = ["PARENT_VARIABLE", "PipelineLauncher", "launcher_pid", "reap"]
 
 PARENT_VARIABLE = "PIPESWIFT_LAUNCHER_PID"
 _POLL_S = 0.2
@@ -75,6 +77,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         self._on_failure = on_failure
         self._has_begun = has_begun
         self._check = check
+        self._is_over = threading.Event()
 
     @override
     def launch(
@@ -101,6 +104,9 @@ class PipelineLauncher(_SubprocessScriptLauncher):
                 # This rank only stops: where it stood meanwhile is a screenful that helps nobody.
                 raise cause.with_traceback(None) from None
             raise
+        finally:
+            if sweep_of_this_job() is not None:  # this process has other jobs to run
+                self._is_over.set()
 
     @override
     def kill(self, signum: Any) -> None:
@@ -120,7 +126,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
                 self._call_children_scripts()
         finally:
             del os.environ[PARENT_VARIABLE]
-        _in_thread(_observe, self.procs, self._has_begun)
+        _in_thread(_observe, self.procs, self._has_begun, self._is_over)
 
     def _call_hydra_children(self) -> None:
         self._check_can_spawn_children()
@@ -134,6 +140,8 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         for local_rank in range(1, self.num_processes):
             command, cwd = hydra_child_command(local_rank)
             variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
+            if (sweep := sweep_of_this_job()) is not None:
+                variables[SWEEP_VARIABLE] = sweep
             self.procs.append(subprocess.Popen(command, env=variables, cwd=cwd))
 
 
@@ -157,10 +165,15 @@ def _is_alive(pid: int) -> bool:
     return pid == os.getppid() or ProcessIdentity.of(pid).is_alive()
 
 
-def _observe(children: list["subprocess.Popen[bytes]"], has_begun: Callable[[], bool]) -> None:
+def _observe(
+    children: list["subprocess.Popen[bytes]"],
+    has_begun: Callable[[], bool],
+    is_over: threading.Event,
+) -> None:
     """End this process if a child ends early and that does not end it by itself."""
     while True:
-        time.sleep(_POLL_S)
+        if is_over.wait(_POLL_S):
+            return
         codes = [child.poll() for child in children]
         if has_begun() and all(code == 0 for code in codes):
             return
@@ -170,7 +183,8 @@ def _observe(children: list["subprocess.Popen[bytes]"], has_begun: Callable[[], 
         if early:
             break
     # A rank that has met the others has told them why, and they end by themselves.
-    time.sleep(_UNWIND_S if has_begun() else _LAST_WORDS_S)
+    if is_over.wait(_UNWIND_S if has_begun() else _LAST_WORDS_S):
+        return
     code = codes[early[0]] or 0
     how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
     when = "" if has_begun() else " before it had joined the other ranks"
@@ -197,6 +211,18 @@ def _signal_name(number: int) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(f"pipeswift: {text}\n")
     sys.stderr.flush()
+
+
+def reap(children: Sequence["subprocess.Popen[bytes]"], limit_s: float = 120.0) -> None:
+    """Wait until the processes of the other ranks have ended; after ``limit_s``, end them."""
+    end = time.monotonic() + limit_s
+    for child in children:
+        try:
+            child.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _say(f"pid {child.pid} has not ended {limit_s:g} s after its job; it is killed.")
+            child.kill()
+            child.wait()
 
 
 def _end(children: list["subprocess.Popen[bytes]"], after_s: float) -> None:

@@ -1,5 +1,6 @@
 """A Lightning strategy over a mesh: where each process stands, and collectives among them."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -21,9 +22,10 @@ from typing_extensions import override
 from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.collectives import Collectives
 from pipeswift_lightning.strategies.environment import ensure_process_group
-from pipeswift_lightning.strategies.hydra_job import forget_previous_job
+from pipeswift_lightning.strategies.hydra_job import forget_previous_job, job_facts
 from pipeswift_lightning.strategies.launcher import PipelineLauncher
 from pipeswift_lightning.strategies.notebook_launcher import NotebookLauncher
 from pipeswift_lightning.strategies.options import PipelineOptions
@@ -79,6 +81,7 @@ class MeshStrategy(ParallelStrategy):
         self._groups: MeshGroups | None = None
         self._collectives: Collectives | None = None
         self._made_group = False
+        self._assembly = AssemblyTimes()
 
     # -- places -------------------------------------------------------------------------------
 
@@ -169,6 +172,11 @@ class MeshStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        with self._assembly.timing(AssemblyPart.GROUPS):
+            self._meet()
+
+    def _meet(self) -> None:
+        """Connect this process with the others."""
         self.set_world_ranks()
         if self._groups is None:
             self._made_group = ensure_process_group(
@@ -191,6 +199,7 @@ class MeshStrategy(ParallelStrategy):
                 **{name: str(value) for name, value in asdict(self.options).items()},
                 "silence_s": str(self._watch.silence_s),
                 "torch": torch.__version__,
+                **job_facts(),
             }
             require_agreement(facts, None, self.root_device)
         with in_collective("opening the connections between the stages", self._watch.progress):
@@ -198,6 +207,22 @@ class MeshStrategy(ParallelStrategy):
             groups.warm(self.root_device)
         self._groups = groups
         self._collectives = Collectives(groups, self._watch, self.root_device)
+
+    def require_agreement(self, what: str, facts: Mapping[str, str], rule: str) -> None:
+        """Compare ``facts`` over all ranks; collective.
+
+        Args:
+            what: What is done, for the report should it fail: "comparing the configuration".
+            facts: Named statements; equal on all ranks, or it is an error.
+            rule: What was expected and what to do, for the error's end.
+
+        Raises:
+            DisagreementError: On every rank, naming each differing fact and all sides.
+        """
+        if self._collectives is None or self.mesh.world_size == 1:
+            return
+        with in_collective(what, self._watch.progress):
+            require_agreement(facts, None, self.root_device, rule=rule)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -252,6 +277,17 @@ class MeshStrategy(ParallelStrategy):
         if self._collectives is None:
             return [value]
         return self._collectives.gather_over_stages(what, value)
+
+    def gather_over_replicas(self, what: str, value: Any) -> list[Any]:
+        """Return every replica's object, of this rank's stage, by replica; collective over them.
+
+        Args:
+            what: What is done, for the report should it fail.
+            value: This replica's object; it is pickled.
+        """
+        if self._collectives is None or self.mesh.num_replicas == 1:
+            return [value]
+        return self._collectives.gather_over_replicas(what, value)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

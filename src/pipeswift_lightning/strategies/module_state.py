@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["unchanged"]
+__all__ = ["evaluating", "unchanged"]
 
 _COPIED = (list, dict, set, deque)
 
@@ -39,6 +39,18 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         attributes.update(before)
         for name, saved in items.items():
             _restore(before[name], saved)
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode for a block, and each part back into its own."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
 
 
 def _copy(value: Any) -> Any:

@@ -15,8 +15,16 @@ class ObservedStrategy(ShardedStrategy):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the last training step; None before the first."""
-        return self.session.plan
+        """The plan of the last training step; None before the first, and where steps run whole."""
+        return None if self._session is None else self._session.plan
+
+    def assembly_times(self) -> dict[str, float]:
+        """Return the seconds of the parts of assembly that a callback cannot see.
+
+        ``groups`` ends before a callback's ``setup``; ``profile``, ``plan`` and ``load`` lie within
+        the first step.
+        """
+        return dict(self._assembly.seconds)
 
     def step_events(self) -> tuple[Event, ...]:
         """Return what this rank did in its last step, from the wait for its batch on."""

@@ -97,6 +97,59 @@ class OptimizerNames:
                             inner.state.pop(parameter, None)
                     group["params"] = local
 
+    def belongings(
+        self, optimizers: Sequence[Optimizer], name: str, parameter: nn.Parameter
+    ) -> list[tuple[Any, Mapping[int, Any]]]:
+        """Return the state of a parameter in each optimizer, and the options of its groups."""
+        return [
+            (
+                inner.state.get(parameter),
+                {
+                    number: {k: v for k, v in group.items() if k != "params"}
+                    for number, (group, names) in enumerate(
+                        zip(inner.param_groups, groups, strict=True)
+                    )
+                    if name in names
+                },
+            )
+            for inner, groups in zip(map(unwrapped, optimizers), self.groups, strict=True)
+        ]
+
+    def move(
+        self,
+        optimizers: Sequence[Optimizer],
+        module: LightningModule,
+        came: Mapping[str, list[tuple[Any, Mapping[int, Any]]]],
+    ) -> None:
+        """Keep to the parameters that are here now, and take the state of those that have come.
+
+        A group that was empty takes its options too: an optimizer may pass over empty groups, and
+        not count its steps there.
+
+        Args:
+            optimizers: The optimizers.
+            module: The module, whose parameters have moved.
+            came: What `belongings` returned elsewhere, by name.
+        """
+        self._parameters = parameters = dict(module.named_parameters())
+        for index, (optimizer, groups) in enumerate(zip(optimizers, self.groups, strict=True)):
+            inner = unwrapped(optimizer)
+            for number, (group, names) in enumerate(zip(inner.param_groups, groups, strict=True)):
+                held = group["params"]
+                group["params"] = local = [
+                    parameters[n] for n in names if not parameters[n].is_meta
+                ]
+                here = {id(parameter) for parameter in local}
+                for parameter in held:
+                    if id(parameter) not in here:
+                        inner.state.pop(parameter, None)
+                for name in [name for name in names if name in came]:
+                    state, options = came[name][index]
+                    if state is not None:
+                        inner.state[parameters[name]] = state
+                    if not held:
+                        group.update(options[number])
+
     def restore(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
         """Put all parameters back into the groups, and forget the optimizers' state."""
         self._parameters = parameters = dict(module.named_parameters())

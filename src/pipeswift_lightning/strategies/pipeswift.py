@@ -36,16 +36,16 @@ from pipeswift_lightning.strategies.division import Division
 from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover, skipped_loss, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
-from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
 from pipeswift_lightning.strategies.optimizers import unwrapped
 from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.repartition import MovableStrategy
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step_clock import StepClock
 
 __all__ = ["PipeSwiftStrategy"]
 
 
-class PipeSwiftStrategy(ObservedStrategy):
+class PipeSwiftStrategy(MovableStrategy):
     """Run an ordinary LightningModule as a pipeline.
 
     ``training_step`` runs once for each micro-batch, cut at the network's layers: each device runs
@@ -209,7 +209,7 @@ class PipeSwiftStrategy(ObservedStrategy):
             self._watch.progress,
             self,
         )
-        self._steps = StepRunner(self._session, self.options)
+        self._steps = StepRunner(self._session, self.options, self._assembly)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)
@@ -251,6 +251,7 @@ class PipeSwiftStrategy(ObservedStrategy):
         module = self.lightning_module
         assert module is not None
         aside = self.session.transparent is None
+        self._between_steps = False  # until the optimizer has used the gradients
         if aside:
             self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
@@ -321,6 +322,7 @@ class PipeSwiftStrategy(ObservedStrategy):
             closure = once(closure, unwrapped(optimizer))
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._clock.updated(self.session)
+        self._between_steps = True
         return result
 
     @override

@@ -123,6 +123,12 @@ class StepPlanner:
             self._number, self._largest = number, num_samples
         self._chosen.clear()
 
+    def repartition(self, partition: Partition) -> None:
+        """Plan for these stages from now on, if there are costs; layers have moved."""
+        if self.active and partition != self._partition:
+            self._partition = partition
+            self._chosen.clear()
+
     def planned(self, call: StepCall) -> StepCall:
         """Return the step with its micro-batches as the costs choose them."""
         if self._model is None or self._partition is None:

@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.network_call import CutError
-from pipeswift_lightning.runtime.ownership import LocalShare, ParameterTable, find_owners
+from pipeswift_lightning.runtime.ownership import LocalShare, Owners, ParameterTable, find_owners
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -29,13 +28,13 @@ from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
 from pipeswift_lightning.strategies.comparison import StepResult
 from pipeswift_lightning.strategies.contract import pipelined
-from pipeswift_lightning.strategies.cost_source import read_costs
 from pipeswift_lightning.strategies.division import divided_names
 from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
 from pipeswift_lightning.strategies.measuring import CostSource
 from pipeswift_lightning.strategies.metrics import SharedMetrics
+from pipeswift_lightning.strategies.module_state import evaluating
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
@@ -43,7 +42,7 @@ from pipeswift_lightning.strategies.planning import StepPlanner, plan_of
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 from pipeswift_lightning.strategies.stage_gradients import reduce_stage_gradients
 from pipeswift_lightning.strategies.stages import check_fits, choose_partition, fixed_partition
-from pipeswift_lightning.strategies.start_planning import start_planning
+from pipeswift_lightning.strategies.start_planning import plan_one_stage, start_planning
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.step_times import gather_timeline
 from pipeswift_lightning.strategies.transparent import TransparentNetworks
@@ -86,7 +85,7 @@ class PipelineSession:
         self.partition: Partition | None = None
         self.transparent: TransparentNetworks | None = None
         self._cut_share: LocalShare | None = None
-        self.recorder = Recorder(groups.coordinate.stage)
+        self.recorder = Recorder(groups.coordinate.stage, device)
         self.plan: Plan | None = None
         self.progress = progress
         self.recorded: RecordedPlan | None = None
@@ -244,14 +243,8 @@ class PipelineSession:
 
         Dropout would tell the whole batch from its micro-batches, whatever their weights.
         """
-        modes = [(child, child.training) for child in self.module.modules()]
-        self.module.eval()
-        try:
-            with self._metrics.untouched():
-                program = self.run(replace(call, probing=True), scope)
-        finally:
-            for child, training in modes:
-                child.training = training
+        with evaluating(self.module), self._metrics.untouched():
+            program = self.run(replace(call, probing=True), scope)
         if isinstance(program, WholeBatchProgram):
             return program.whole()
         ids = range(len(call.sizes)) if self.is_last else ()
@@ -287,9 +280,10 @@ class PipelineSession:
                 trace = look_at_step(self.module, self.cut, self._metrics, call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO:
                 self._undo_cut()
-                networks = find_networks(self.module, self.options.network)
-                why = f"{call.hook} {trace.only_whole}"
-                self.make_transparent(pipelined(networks, self.groups.mesh), why)
+                found = pipelined(
+                    find_networks(self.module, self.options.network), self.groups.mesh
+                )
+                self.make_transparent(found, f"{call.hook} {trace.only_whole}")
                 return trace
             if self.num_stages > 1:
                 self._fit_to(trace, call)
@@ -310,17 +304,13 @@ class PipelineSession:
             self._assemble(trace, call)
         else:
             assert self.share is not None
-            owners = self.share.owners
-            check_fits(
-                self.module, self.network, trace, call.hook, self._order, owners, self.partition
-            )
+            owners, fixed = self.share.owners, self.partition
+            check_fits(self.module, self.network, trace, call.hook, self._order, owners, fixed)
 
     def _assemble_single(self, call: StepCall) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
-            if self.options.costs not in (None, "measure") and len(call.sizes) > 1:
-                number, path = self.partition.num_layers, str(self.options.costs)
-                start_planning(self.planner, partial(read_costs, path, number), call, number)
+            plan_one_stage(self.planner, self.options.costs, call, self.partition.num_layers)
             self._wrappers.choose(range(len(self.network.layers)), 0, 1)
             self._optimizers.keep_local()
 
@@ -331,20 +321,29 @@ class PipelineSession:
                 source = CostSource(self.module, self.network, self.groups, self._laid_aside)
                 costs = source.reader(self.options.costs, trace, call, self.device)
                 fixed = start_planning(self.planner, costs, call, trace.num_layers, fixed)
-        self.partition = choose_partition(self.module, self.network, trace, fixed, self.num_stages)
-        self._order = trace.order
-        layers = trace.order[slice(*self._range())]
-        self._wrappers.choose(layers, self.stage, self.num_stages)
-        owners = find_owners(
-            self.module, self.network.module, self.network.layers, trace, self.partition
-        )
-        with in_collective("connecting stages that share parameters", self.progress):
-            self.groups.create_shared(list(owners.shared()))
+        partition = choose_partition(self.module, self.network, trace, fixed, self.num_stages)
+        network, self._order = self.network, trace.order
+        owners = find_owners(self.module, network.module, network.layers, trace, partition)
+        self.repartition(partition, owners)
         table, divided = ParameterTable.of(self.module), divided_names(self.module)
         self._cut_share = share = LocalShare(self.module, owners, table, self.stage, divided)
         share.give_up_foreign()
         share.move_to(self.device)
         self._optimizers.keep_local()
+
+    def repartition(self, partition: Partition, owners: Owners) -> None:
+        """Run these layers from now on; what the owners own has to come. Collective over all."""
+        self.partition = partition
+        self.planner.repartition(partition)
+        self._wrappers.choose(self._order[slice(*self._range())], self.stage, self.num_stages)
+        self._executor.forget()
+        with in_collective("connecting stages that share parameters", self.progress):
+            self.groups.create_shared(list(owners.shared()))
+
+    @property
+    def trace(self) -> StepTrace:
+        """How the layers hang together in all kinds of steps so far."""
+        return StepTrace.of_all(list(self._traces.values()))
 
     @contextmanager
     def _laid_aside(self) -> Iterator[None]:

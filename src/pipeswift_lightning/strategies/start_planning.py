@@ -1,17 +1,18 @@
 """Begin to plan: the costs, the partition and the number of micro-batches, chosen once for all."""
 
 from collections.abc import Callable
+from functools import partial
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
-from pipeswift_lightning.strategies.cost_source import from_rank_zero
+from pipeswift_lightning.strategies.cost_source import from_rank_zero, read_costs
 from pipeswift_lightning.strategies.planning import StepPlanner
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["start_planning"]
+__all__ = ["plan_one_stage", "start_planning"]
 
 
 def start_planning(
@@ -68,6 +69,14 @@ def start_planning(
     )
     _write_down(planner.module, partition, number)
     return partition
+
+
+def plan_one_stage(
+    planner: StepPlanner, costs: str | None, call: StepCall, num_layers: int
+) -> None:
+    """Plan the micro-batches of a single stage, if there are several and a file of costs."""
+    if costs is not None and costs != "measure" and len(call.sizes) > 1:
+        start_planning(planner, partial(read_costs, costs, num_layers), call, num_layers)
 
 
 def _write_down(module: LightningModule, partition: Partition, number: int) -> None:

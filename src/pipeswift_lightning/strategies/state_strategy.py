@@ -10,6 +10,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart
 from pipeswift_lightning.strategies.checkpoint import gather_module_state, gather_optimizer_state
 from pipeswift_lightning.strategies.devices import move_buffers
 from pipeswift_lightning.strategies.division import Division, divided_names
@@ -54,7 +55,8 @@ class StateStrategy(MeshStrategy):
         assert self.lightning_module is not None
         share = self._session.share if self._session is not None else None
         if self._division is not None and share is not None:
-            self._division.parameters(share.owners.of_stage(share.stage))
+            with self._assembly.timing(AssemblyPart.LOAD):
+                self._division.parameters(share.owners.of_stage(share.stage))
             share.move_to(self.root_device)
         self._names.keep_local(self.optimizers, self.lightning_module)
         self._load_waiting()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pipeswift_lightning.plan.clocks import align
 from pipeswift_lightning.plan.timeline import Event, Timeline
 from pipeswift_lightning.runtime.mesh import MeshGroups
+from pipeswift_lightning.runtime.recorder import StepRecord
 
 __all__ = ["StepTimes", "gather_timeline"]
 
@@ -21,10 +22,16 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_KEPT_STEPS)
+        self._last: StepRecord | None = None
 
-    def add(self, events: Sequence[Event]) -> None:
-        """Note one step."""
-        compute = [event for event in events if event.is_compute]
+    def add(self, record: StepRecord) -> None:
+        """Note one step. It is looked at when the next one is added: no step waits for a GPU."""
+        self._settle()
+        self._last = record
+
+    def _settle(self) -> None:
+        record, self._last = self._last, None
+        compute = [event for event in record.events() if event.is_compute] if record else ()
         if compute:
             busy_s = sum(event.duration_s for event in compute)
             self._steps.append((compute[0].start_s, compute[-1].end_s, busy_s))
@@ -35,6 +42,7 @@ class StepTimes:
         A step lasts from the first start to the last end of computation on any stage. The clocks
         of one host are one clock; between hosts they may differ by more than a step lasts.
         """
+        self._settle()
         every: list[Any] = [None] * groups.mesh.num_stages
         dist.all_gather_object(every, list(self._steps), group=groups.pipeline)
         if not all(every):

@@ -1,0 +1,111 @@
+"""Keeps what the run's last steps have cost, for predictions."""
+
+import json
+import statistics
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from pipeswift_lightning.callbacks.pipeline import ObservablePipeline, pipeline_of
+from pipeswift_lightning.callbacks.step_parts import StepParts
+from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
+from pipeswift_lightning.plan.costs import StepCosts
+from pipeswift_lightning.plan.instructions import Schedule
+
+__all__ = ["MeasuredStep", "StepRecord"]
+
+STEP_FILE = "measured_step.json"
+COSTS_FILE = "step_costs.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A run's step.
+
+    Args:
+        step_s: Median of the whole steps, in seconds.
+        costs: Mean seconds of each stage and micro-batch.
+    """
+
+    step_s: float
+    costs: StepCosts
+
+    def write(self, folder: Path) -> None:
+        """Write ``measured_step.json``, and the costs alone as ``step_costs.json``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / STEP_FILE).write_text(json.dumps(asdict(self)) + "\n")
+        (folder / COSTS_FILE).write_text(self.costs.to_json() + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "MeasuredStep | None":
+        """Return what `write` wrote; None if there is no such file."""
+        try:
+            found = json.loads((folder / STEP_FILE).read_text())
+        except FileNotFoundError:
+            return None
+        return cls(found["step_s"], StepCosts(**found["costs"]))
+
+
+class StepRecord(Callback):
+    """When training ends, write what a step costs: the last steps of the most frequent schedule.
+
+    Two files in ``dirpath``: ``step_costs.json``, which ``recipes/simulate.py costs=FILE`` takes,
+    and ``measured_step.json``, from which a sweep predicts its next members.
+
+    Args:
+        dirpath: The folder.
+        window: Number of last steps that count; the first ones, with their allocations, fall out.
+    """
+
+    def __init__(self, dirpath: str | Path, window: int = 50) -> None:
+        self.dirpath = Path(dirpath)
+        self._steps: deque[tuple[Schedule, StepParts]] = deque(maxlen=window)
+        self._pipeline: ObservablePipeline | None = None
+        self._step_start_s = 0.0
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._pipeline = pipeline_of(trainer, "StepRecord")
+            self._steps.clear()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._step_start_s = perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pipeline = self._pipeline
+        if pipeline is None or (plan := pipeline.plan) is None:
+            return
+        parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
+        if parts.is_whole(plan.schedule.num_micro_batches):
+            self._steps.append((plan.schedule, parts))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pipeline = self._pipeline
+        if pipeline is None or not self._steps:
+            return
+        # All ranks of a pipeline follow one plan, so they choose alike.
+        counts: dict[int, int] = {}
+        for schedule, _ in self._steps:
+            counts[id(schedule)] = counts.get(id(schedule), 0) + 1
+        most = max(counts, key=lambda key: counts[key])
+        same = [(schedule, parts) for schedule, parts in self._steps if id(schedule) == most]
+        sums = StepSums()
+        for _, parts in same:
+            sums.add(parts)
+        stages = pipeline.gather_over_stages("gathering the stages' costs", sums)
+        if trainer.is_global_zero:
+            step_s = statistics.median(parts.step_s for _, parts in same)
+            MeasuredStep(step_s, mean_costs(same[0][0], stages)).write(self.dirpath)

@@ -1,0 +1,1 @@
+"""One job of a Hydra application: from its configuration to its result, leaving nothing behind."""

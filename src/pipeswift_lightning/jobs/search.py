@@ -1,0 +1,229 @@
+"""The members of a search: asked for, predicted, run, and told to the sampler."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.utils import JobReturn
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from pipeswift_lightning.jobs.prediction import StepPredictor
+from pipeswift_lightning.jobs.result import JobResult, JobState
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+
+__all__ = ["Member", "Search", "SearchError", "SearchSpace"]
+
+log = logging.getLogger(__name__)
+
+
+class SearchError(CompactHydraException):
+    """A search space that cannot be read, or a search with members that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """What may be chosen for each key.
+
+    Args:
+        overrides: Hydra's sweeps, by key.
+        only_if: Keys that are chosen only where other keys have these values.
+    """
+
+    overrides: Mapping[str, Override]
+    only_if: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def choose(self, trial: "Trial") -> dict[str, str]:
+        """Return a value for each key, as the command line writes it.
+
+        Raises:
+            SearchError: An override is no sweep, or a condition names a later key.
+        """
+        chosen: dict[str, str] = {}
+        for key, override in self.overrides.items():
+            needs = self.only_if.get(key, {})
+            if all(chosen.get(other) == str(value) for other, value in needs.items()):
+                chosen[key] = str(_suggest(trial, key, override))
+        return chosen
+
+
+def _suggest(trial: "Trial", key: str, override: Override) -> Any:
+    sweep = override.value()
+    match sweep:
+        case ChoiceSweep():
+            return trial.suggest_categorical(key, list(override.sweep_string_iterator()))
+        case RangeSweep():
+            return trial.suggest_categorical(key, list(override.sweep_string_iterator()))
+        case IntervalSweep():
+            low: Any = sweep.start
+            high: Any = sweep.end
+            if isinstance(low, int) and isinstance(high, int):
+                return trial.suggest_int(key, int(low), int(high), log="log" in sweep.tags)
+            return trial.suggest_float(key, float(low), float(high), log="log" in sweep.tags)
+        case _:
+            message = (
+                f"hydra.sweeper.params.{key}={sweep} is no sweep. Rule: choice(...), range(...), "
+                "interval(...), or values with commas. Remedy: a fixed value belongs on the "
+                f"command line ({key}={sweep})"
+            )
+            raise SearchError(message)
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One member of the search.
+
+    Args:
+        number: Its number, and its folder in the sweep's.
+        chosen: What was chosen for it.
+        state: How it ended.
+        value: What it returned; of a repeated one, what the first returned.
+        predicted_step_s: Its step time by prediction, if there was one.
+        note: Why it failed, was pruned or repeats another.
+    """
+
+    number: int
+    chosen: dict[str, str]
+    state: JobState = JobState.COMPLETED
+    value: float | None = None
+    predicted_step_s: float | None = None
+    note: str | None = None
+
+
+class Search:
+    """Runs members one by one, and keeps count.
+
+    Args:
+        study: Optuna's, which chooses.
+        space: What it may choose.
+        run: Runs a member: its number and overrides.
+        compose: Returns a member's configuration.
+        predictor: Predicts step times; None runs every member.
+        margin: By which share a predicted step may be longer than the best measured one.
+        folder: The sweep's.
+    """
+
+    def __init__(
+        self,
+        *,
+        study: "Study",
+        space: SearchSpace,
+        run: Callable[[int, Sequence[str]], JobReturn],
+        compose: Callable[[Sequence[str]], DictConfig],
+        predictor: StepPredictor | None,
+        margin: float,
+        folder: Path,
+    ) -> None:
+        self._study = study
+        self._space = space
+        self._run = run
+        self._compose = compose
+        self._predictor = predictor
+        self._margin = margin
+        self._folder = folder
+        self.members: list[Member] = []
+
+    def member(self, number: int) -> Member:
+        """Ask for a member; run it, unless it has run before or is predicted to be slow."""
+        from optuna.trial import TrialState
+
+        trial = self._study.ask()
+        member = Member(number=number, chosen=self._space.choose(trial))
+        overrides = [f"{key}={value}" for key, value in member.chosen.items()]
+        if not (self._repeats(member) or self._is_slow(member, overrides)):
+            self._measure(member, overrides)
+        self.members.append(member)
+        match member.state:
+            case JobState.COMPLETED | JobState.REPEATED if member.value is not None:
+                self._study.tell(trial, member.value)
+            case JobState.PRUNED:
+                self._study.tell(trial, state=TrialState.PRUNED)
+            case _:
+                self._study.tell(trial, state=TrialState.FAIL)
+        self._write()
+        return member
+
+    def _repeats(self, member: Member) -> bool:
+        first = next((m for m in self.members if m.chosen == member.chosen), None)
+        if first is None:
+            return False
+        member.state, member.value = JobState.REPEATED, first.value
+        member.note = f"the same as #{first.number}"
+        return True
+
+    def _is_slow(self, member: Member, overrides: Sequence[str]) -> bool:
+        if self._predictor is None:
+            return False
+        member.predicted_step_s = predicted_s = self._predictor.predict(self._compose(overrides))
+        best_s = self._predictor.best_measured_s
+        if predicted_s is None or best_s is None or predicted_s <= best_s * (1 + self._margin):
+            return False
+        member.state = JobState.PRUNED
+        member.note = f"a step of {predicted_s:.4g} s is predicted, {best_s:.4g} s was measured"
+        log.info(f"#{member.number} : {' '.join(overrides)} is not started: {member.note}")
+        JobResult(state=JobState.PRUNED, error=member.note).write(self._folder / str(member.number))
+        return True
+
+    def _measure(self, member: Member, overrides: Sequence[str]) -> None:
+        answer = self._run(member.number, overrides)
+        result = JobResult.of(answer)
+        member.state, member.value, member.note = result.state, result.value, result.error
+        if result.state is JobState.COMPLETED and result.value is None:
+            member.state = JobState.FAILED
+            member.note = "it returned no number: set optimized_metric"
+        if self._predictor is not None and member.state is JobState.COMPLETED:
+            self._predictor.learn(self._compose(overrides), self._folder_of(answer, member))
+
+    def _folder_of(self, answer: JobReturn, member: Member) -> Path:
+        found = None
+        if answer.hydra_cfg is not None:
+            found = OmegaConf.select(answer.hydra_cfg, "hydra.runtime.output_dir")
+        return self._folder / str(member.number) if found is None else Path(found)
+
+    def _write(self) -> None:
+        text = json.dumps([asdict(member) for member in self.members], indent=2)
+        (self._folder / "sweep.json").write_text(text + "\n")
+
+    def finish(self) -> None:
+        """Print the members, and write what was best.
+
+        Raises:
+            SearchError: Some members failed; names them.
+        """
+        Console().print(_table(self.members))
+        try:
+            best: Any = self._study.best_trial
+        except ValueError:
+            best = None  # nothing has been measured
+        if best is not None:
+            found = {"best_value": best.value, "best_params": best.params}
+            (self._folder / "best.json").write_text(json.dumps(found, indent=2) + "\n")
+        failed = [member for member in self.members if member.state is JobState.FAILED]
+        if failed:
+            reasons = "; ".join(f"#{member.number}: {member.note}" for member in failed)
+            message = f"{len(failed)} of {len(self.members)} members failed: {reasons}"
+            raise SearchError(message)
+
+
+def _table(members: Sequence[Member]) -> Table:
+    table = Table(title="Members of the sweep", title_justify="left")
+    for name in ("#", "chosen", "value", "predicted step", "state"):
+        table.add_column(name, overflow="fold")
+    for member in members:
+        value, step_s = member.value, member.predicted_step_s
+        table.add_row(
+            str(member.number),
+            " ".join(f"{key}={text}" for key, text in member.chosen.items()),
+            "" if value is None else f"{value:.6g}",
+            "" if step_s is None else f"{step_s:.4g} s",
+            member.state.value if member.note is None else f"{member.state.value}: {member.note}",
+        )
+    return table

@@ -1,0 +1,1 @@
+"""What runs leave behind, read back: dashboards and tables of one run or many."""

@@ -1,0 +1,126 @@
+"""What reaches each kind of logger, read back by that logger's own reader."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from pipeswift_lightning.callbacks import (
+    BubbleMonitor,
+    JobReport,
+    TimelineTrace,
+    VarianceMonitor,
+)
+from tests.callbacks.sleepers import Sleeps, train
+from tests.callbacks.test_job_report import Sleeper
+from tests.callbacks.test_job_report import fit as fit_alone
+
+STEPS = 4
+SCALARS = ("job/elapsed_s", "job/share_training", "throughput/samples_per_s")
+OF_STAGES = ("bubble/stage_1", "bubble/predicted", "bubble/stage_1_busy_s", "memory/stage_0_bytes")
+
+
+def observers(folder: Path) -> list:
+    return [
+        JobReport(dirpath=folder, every_n_steps=2, peak_flops=1e12),
+        BubbleMonitor(every_n_steps=2, warn_above=1.0),
+        VarianceMonitor(window=STEPS),
+        TimelineTrace(every_n_steps=STEPS, dirpath=folder),
+    ]
+
+
+def records(run: Path) -> list[dict]:
+    """Read an offline run by W&B's own reader, as JSON lines."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(run)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
+
+
+def of_kind(every: list[dict], kind: str) -> list[dict]:
+    return [record[kind] for record in every if record["type"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2, deadline_s=280)
+def test_offline_runs_of_a_sweep_read_back_from_wandb(tmp_path) -> None:
+    """Two processes, two jobs: one run a job, in one group, with images, plan and all numbers."""
+    pytest.importorskip("wandb")
+    for job in range(2):
+        folder = tmp_path / str(job)
+        folder.mkdir(exist_ok=True)
+        logger = WandbLogger(project="p", group="sweep-7", save_dir=folder, offline=True)
+        train(Sleeps(factors=(0.2, 0.2)), observers(folder), steps=STEPS, logger=logger)
+        if dist.get_rank() == 0:
+            logger.experiment.finish()
+        dist.barrier()
+    if dist.get_rank() != 0:
+        return
+    runs = [list((tmp_path / str(job)).glob("wandb/offline-run-*")) for job in range(2)]
+    assert [len(found) for found in runs] == [1, 1]
+    for (run,) in runs:
+        every = records(run)
+        told = of_kind(every, "run")[0]
+        assert (told["project"], told["run_group"]) == ("p", "sweep-7")
+        assert of_kind(every, "exit") == [{"exit_code": 0, "runtime": pytest.approx(0, abs=600)}]
+        history = [record["item"] for record in of_kind(every, "history")]
+        names = {name for row in history for name in row}
+        assert names >= {"train/loss", "variance/step_mean_s", *SCALARS, *OF_STAGES}
+        steps = [row["trainer/global_step"] for row in history if "bubble/stage_1" in row]
+        assert steps == [1, 3]
+        check_picture(run, history)
+        assert plan_told(every) == {"schedule": "1f1b", "stages": 2, "micro_batches": 4}
+
+
+def check_picture(run: Path, history: list[dict]) -> None:
+    (row,) = [row for row in history if row.get("timeline._type") == "images/separated"]
+    (name,) = row["timeline.filenames"]
+    assert (run / "files" / name).read_bytes().startswith(b"\x89PNG")
+    assert row["timeline.width"] > 1000
+
+
+def plan_told(every: list[dict]) -> dict:
+    updates = [told.get("update", {}) for told in of_kind(every, "config")]
+    (plan,) = [update["job"]["plan"] for update in updates if "job" in update]
+    return {name: plan[name] for name in ("schedule", "stages", "micro_batches")}
+
+
+def test_scalars_reach_csv_tensorboard_and_mlflow(tmp_path) -> None:
+    loggers = [
+        CSVLogger(tmp_path, name="csv", version=""),
+        TensorBoardLogger(tmp_path, name="board", version=""),
+    ]
+    if have_mlflow():
+        loggers.append(MLFlowLogger("e", tracking_uri=f"file:{tmp_path}/mlruns"))
+    fit_alone(JobReport(every_n_steps=4), tmp_path, Sleeper(), logger=loggers)
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["job/elapsed_s"]]
+    assert [row["step"] for row in rows] == ["3", "7", "8"]  # two reports, and the end
+    expected = [float(row["job/share_training"]) for row in rows]
+    assert read_board(tmp_path / "board") == pytest.approx(expected)
+    if have_mlflow():
+        client, run = loggers[2].experiment, loggers[2].run_id
+        history = client.get_metric_history(run, "job/share_training")
+        assert [m.value for m in history] == pytest.approx(expected)
+        assert client.get_run(run).data.params["job/strategy"] == "SingleDeviceStrategy"
+
+
+def have_mlflow() -> bool:
+    try:
+        import mlflow  # noqa: F401 -- only a look
+    except ImportError:
+        return False
+    return True
+
+
+def read_board(folder: Path) -> list[float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    assert set(SCALARS) - {"throughput/samples_per_s"} <= set(board.Tags()["scalars"])
+    return [event.value for event in board.Scalars("job/share_training")]
