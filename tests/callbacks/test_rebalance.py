@@ -18,7 +18,7 @@ from pipeswift_lightning.plan.partition import Partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.rebalance import Blame, RebalanceError
 from pipeswift_lightning.plan.timeline import EventKind
-from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeper, Sleeps, retried, train
+from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeper, Sleeps, measured, train
 from tests.helpers.modules import loader
 from tests.helpers.parity import lone_trainer
 
@@ -41,7 +41,7 @@ def _run(extra: Any, *, steps: int, **kwargs: Any) -> tuple[Rebalance, Last, lis
     rebalance, last = Rebalance(every_n_steps=WINDOW, window=WINDOW, **kwargs), Last()
     try:
         sleeps = Sleeps(factors=(SHARE,) * 6, extra=extra)
-        train(sleeps, [rebalance, last], steps=steps, micro_batches=3, batch_size=3)
+        train(sleeps, [rebalance, last], steps=steps, micro_batches=3, batch_size=3, stages=2)
     finally:
         module.rank_zero_info = usual
     return rebalance, last, said
@@ -92,8 +92,7 @@ def _check_reverted() -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(2, deadline_s=200)
 def test_a_slow_device_is_relieved_and_a_wrong_prediction_undone() -> None:
-    retried(_check_healed)
-    retried(_check_reverted)
+    measured(_check_healed, _check_reverted)
 
 
 # -- without processes ------------------------------------------------------------------------

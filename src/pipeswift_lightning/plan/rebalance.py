@@ -155,8 +155,7 @@ def decide(
 ) -> Decision:
     """Return the partition of least predicted step, and whether it is worth a move.
 
-    If there are few partitions all are simulated, otherwise those around the present one and around
-    the best under either blame.
+    Few partitions are all simulated; of many, those around the present one and the likely best.
 
     Args:
         measured: The last window.
@@ -184,17 +183,16 @@ def decide(
     taboo = {p.starts for p in rejected} - {partition.starts}
 
     def admissible(starts: Ints) -> Bools:
-        good = without_empty_stages(starts, n)
-        good &= np.array([tuple(row) not in taboo for row in starts.tolist()], dtype=bool)
-        return good
+        allowed = np.array([tuple(row) not in taboo for row in starts.tolist()], dtype=bool)
+        allowed &= without_empty_stages(starts, n)
+        return allowed
 
     search = PartitionSearch(prediction.values, admissible)
     if math.comb(n - 1, stages - 1) * prediction.evaluator.num_computes <= _ALL_CELLS:
         starts, value = search.best(_nearest_first(all_starts(n, stages), present))
     else:
         starts, value = search.around(np.vstack([present, prediction.seeds()]))
-    (present_value,) = prediction.values(present)
-    if not value < present_value:
+    if not value < prediction.values(present)[0]:
         starts = present[0]
     best = Partition(tuple(starts.tolist()), n)
     gained_s = prediction.gained_s(starts)

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from pipeswift_lightning.plan.candidates import Candidate
-from pipeswift_lightning.plan.cost_model import CostModel
+from pipeswift_lightning.plan.cost_model import CostModel, Shape
 from pipeswift_lightning.plan.costs import Link
 from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition
@@ -76,6 +76,7 @@ class StepPlanner:
         self.trims = options.trim is not False
         self.checks = 0
         self.choice: Candidate | None = None
+        self._mean: Shape | None = None
 
     @property
     def active(self) -> bool:
@@ -123,6 +124,13 @@ class StepPlanner:
             self._number, self._largest = number, num_samples
         self._chosen.clear()
 
+    def layer_costs(self) -> list[float] | None:
+        """Return each layer's seconds in the last step's mean micro-batch; None without costs."""
+        if self._model is None or self._mean is None:
+            return None
+        layers, mean = self._model.layers, self._mean
+        return [layer.forward.seconds(mean) + layer.backward.seconds(mean) for layer in layers]
+
     def repartition(self, partition: Partition) -> None:
         """Plan for these stages from now on, if there are costs; layers have moved."""
         if self.active and partition != self._partition:
@@ -143,6 +151,8 @@ class StepPlanner:
                 self._chosen.popitem(last=False)
         self.choice = choice
         samples = choice.formation.samples
+        whole = Shape.packed(known.lengths.lengths)
+        self._mean = Shape(whole.tokens / len(samples), whole.squares / len(samples))
         trimmed = known.free and (call.packed or bool(known.lengths.dims))
         if self._splits_itself:
             split: Any = self.module.split_batch

@@ -67,7 +67,7 @@ class MovableStrategy(ObservedStrategy):
         return None
 
     def layer_costs(self) -> list[float]:
-        """Return estimated costs of the layers, in the order of their calls; ratios count only.
+        """Return profiled or estimated costs of the layers, in call order; ratios count only.
 
         Raises:
             RepartitionError: The module has not been cut.
@@ -75,6 +75,9 @@ class MovableStrategy(ObservedStrategy):
         session = self._session
         if session is None or session.partition is None:
             self._refuse("the costs of layers are not known")
+        known = session.planner.layer_costs()
+        if known is not None:
+            return known
         return layer_costs(session.module, session.network.layers, session.trace)
 
     def all_stages(self, what: str, value: Any) -> list[list[Any]]:
