@@ -29,7 +29,7 @@ MISTAKES = {
     "trainer.max_step=5": "trainer.max_step: there is no such key. Did you mean trainer.max_steps",
     "experimnt=gpt_tiny": "experimnt: there is no such key. Did you mean experiment?",
     "strategy=pipswift": "strategy=pipswift: there is no such option. Did you mean "
-    "strategy=pipeswift? There are: auto, ddp, pipeswift",
+    "strategy=pipeswift or strategy=pipeswift_planned? There are: auto, ddp, pipeswift, ",
     "experiment=gpt_tinny": "Did you mean experiment=gpt_tiny",
     "hydra.swep.dir=x": "hydra.swep: there is no such key. Did you mean hydra.sweep",
     "zzzz=1": "zzzz: there is no such key. To add a new one, write +zzzz=1",
