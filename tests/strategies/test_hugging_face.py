@@ -39,6 +39,7 @@ def test_caches_are_off_within_and_on_again_after() -> None:
 def test_causal_losses_count_from_the_second_label_on() -> None:
     assert predicts_next_token(hf.vision_language("Qwen2_5_VL"))
     assert predicts_next_token(hf.lora())
+    assert predicts_next_token(hf.gpt2())  # whose class's name tells no kind of loss
     assert not predicts_next_token(hf.bert("MaskedLM"))
     assert not predicts_next_token(nn.Linear(1, 1))
 

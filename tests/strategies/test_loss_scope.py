@@ -47,6 +47,14 @@ def test_a_mean_over_tokens_is_found_in_half_precision() -> None:
     assert not chosen.whole
 
 
+def test_until_rules_are_told_apart_the_one_that_fits_best_weighs() -> None:
+    """A network's own loss is not computed whole: GPT-2's was weighted by samples at first."""
+    chosen = policy()
+    step(chosen, [2.0, 2.00005], None, torch.float32)  # by samples: 5e-6 off, as rounding may be
+    assert chosen.rules == RULES
+    assert chosen.weighting(SHARES).loss == SHARES[Rule.TOKENS]
+
+
 def test_a_tie_is_never_settled_by_the_order_of_the_rules() -> None:
     chosen = policy()
     for _ in range(16):

@@ -154,6 +154,8 @@ def predicts_next_token(network: nn.Module) -> bool:
     """
     for model in _pretrained(network):
         kind = getattr(model, "loss_type", None)
-        if kind in {"ForCausalLM", "ForConditionalGeneration"}:
+        # Models whose class's name tells no kind (GPT2LMHeadModel) take the causal loss.
+        causal = kind in {"ForCausalLM", "ForConditionalGeneration"}
+        if causal or (kind is None and model.can_generate()):
             return not getattr(model.config, "is_encoder_decoder", False)
     return False

@@ -38,6 +38,10 @@ class _Evidence:
         bound = max(_NOISE * self.checks, _CLEARLY * min(self.errors[rule] for rule in rules))
         return tuple(rule for rule in rules if self.errors[rule] <= bound)
 
+    def badness(self, rule: Rule) -> float:
+        """Return by how much a rule has been off so far, beyond noise: the first of equals wins."""
+        return max(_NOISE * self.checks, self.errors.get(rule, math.inf))
+
 
 class LossPolicy:
     """Chooses the scope of each training step and its weights, alike on every rank.
@@ -51,7 +55,8 @@ class LossPolicy:
     at the first value that no rule explains the whole batch is kept for good.
 
     A coarse precision may let several rules fit. One is chosen only if it fits clearly better over
-    some checks; else the loss sees whole batches. A logged value goes with the loss meanwhile.
+    some checks; else the loss sees whole batches. A logged value goes with the loss meanwhile, and
+    a loss that is not computed on whole batches (the network's own) with the rule that fits best.
 
     Args:
         chosen: What the user asked for.
@@ -148,8 +153,8 @@ class LossPolicy:
         left = self._left[name]
         if first in left and first is not None:
             return first
-        rule = next((rule for rule in shares if rule in left), None)
-        if rule is None:
+        fitting = [rule for rule in shares if rule in left]
+        if not fitting:
             msg = (
                 'loss_weight="tokens", but the batch has no integer tensor named "labels". '
                 'Rule: tokens are counted in batch["labels"]. Remedy: define '
@@ -157,7 +162,8 @@ class LossPolicy:
                 "tokens that its loss is a mean over"
             )
             raise WeightError(msg)
-        return rule
+        mine = self._evidence.get(name)
+        return fitting[0] if mine is None else min(fitting, key=mine.badness)
 
     def settled(self, shares: Shares) -> Weighting | None:
         """Return the weights of the loss for a batch, if training has found them."""
