@@ -1,8 +1,11 @@
 """A slow device gives layers away, and gets them back if that did not help."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +17,11 @@ from pipeswift_lightning.callbacks.pipeline import CallbackError
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_window import StepWindow, measurement
 from pipeswift_lightning.plan.microbatches import MicroBatches
-from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.rebalance import Blame, RebalanceError
 from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.strategies.repartition import Moved, RepartitionError
 from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeper, Sleeps, measured, train
 from tests.helpers.modules import loader
 from tests.helpers.parity import lone_trainer
@@ -145,6 +149,82 @@ def test_a_window_with_few_steps_of_one_kind_says_nothing() -> None:
         partition=PLAN.partition, micro_batches=PLAN.micro_batches, schedule_name="gpipe"
     )
     assert measurement([[window([1.0, 1.0]), window([1.0, 1.0], plan=other)]]) is None
+
+
+class Fake:
+    """One rank of two replicas of two stages; ranks are threads, which meet in gathering."""
+
+    def __init__(self, rank: int, costs: list[float], ranks: "Ranks") -> None:
+        self.rank, self.costs, self.ranks = rank, costs, ranks
+        self.partition = Partition((0, 3), 6)
+        self.plan = make_plan(partition=self.partition, micro_batches=MicroBatches((1, 1)))
+        self.wanted: list[list[int]] = []
+        self.refuses = False
+
+    def why_fixed(self) -> None:
+        return None
+
+    def layer_costs(self) -> list[float]:
+        return self.costs
+
+    def all_stages(self, what: str, value: Any) -> list[list[Any]]:
+        found = self.ranks.gather(self.rank, value)
+        return [found[:2], found[2:]]
+
+    def repartition(self, layers: list[int]) -> Moved:
+        self.wanted.append(list(layers))
+        if self.refuses:
+            raise RepartitionError("no room")
+        self.partition = explicit_partition(6, layers_per_stage=layers)
+        return Moved(seconds=0.0, num_bytes=0)
+
+
+class Ranks:
+    """Where threads exchange values."""
+
+    def __init__(self, number: int) -> None:
+        self.values: list[Any] = [None] * number
+        self.barrier = Barrier(number, timeout=20)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+IDLE: Any = SimpleNamespace(is_global_zero=False, loggers=[])  # all that is asked of a Trainer
+
+
+def look(rebalance: Rebalance, fake: Fake, batches: int, step_s: float, factor: float) -> None:
+    """Let a rank look after steps in each of which it computes ``4 * factor`` of the time."""
+    rebalance._batches = batches
+    rebalance._steps = window([step_s] * 4, factor, fake.plan)
+    rebalance._look(IDLE, cast("Any", fake))
+
+
+def decided(costs: list[list[float]]) -> list[list[int]]:
+    """Return what each of four ranks wants to have moved."""
+    ranks = Ranks(4)
+    fakes = [Fake(rank, own, ranks) for rank, own in enumerate(costs)]
+
+    def decide(fake: Fake) -> None:
+        rebalance = Rebalance(every_n_steps=4, window=4)
+        look(rebalance, fake, 4, 1.0, 0.1 if fake.rank % 2 == 0 else 0.2)
+
+    with ThreadPoolExecutor(len(fakes)) as pool:
+        list(pool.map(decide, fakes))
+    return [sizes for fake in fakes for sizes in fake.wanted]
+
+
+def test_ranks_with_costs_of_their_own_decide_alike() -> None:
+    """Each replica has the costs of its own last batch: they wanted other stages, and hung."""
+    even, uneven = [1.0] * 6, [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]
+    (wanted,) = {tuple(sizes) for sizes in decided([even] * 4)}
+    assert decided([uneven] * 4)[0] != list(wanted)
+    assert decided([even, even, uneven, uneven]) == [list(wanted)] * 4
+    assert decided([even, uneven, uneven, uneven]) == [list(wanted)] * 4
 
 
 def test_what_was_undone_is_remembered_in_checkpoints() -> None:

@@ -191,21 +191,30 @@ class Rebalance(Callback):
 
     def _look(self, trainer: Trainer, pipeline: _Movable) -> None:
         """Gather what was measured; judge the last move, or decide on the next; collective."""
-        every = pipeline.all_stages("gathering the stages' times", self._steps)
-        measured = measurement(every)
+        own = self._steps, pipeline.layer_costs()
+        every = pipeline.all_stages("gathering the stages' times", own)
+        measured = measurement([[steps for steps, _ in row] for row in every])
+        # Each replica's costs are those of its own last batch: one's are taken, by all.
+        costs: list[float] = every[0][0][1]
         self._due = self._batches + self.every_n_steps
         if measured is None:
             return
         if self._state.trial is not None:
             self._judge(trainer, pipeline, measured)
         elif self._state.may_move(self._batches):
-            self._decide(trainer, pipeline, measured)
+            self._decide(trainer, pipeline, measured, costs)
 
-    def _decide(self, trainer: Trainer, pipeline: _Movable, measured: Measurement) -> None:
+    def _decide(
+        self,
+        trainer: Trainer,
+        pipeline: _Movable,
+        measured: Measurement,
+        costs: Sequence[float],
+    ) -> None:
         partition = pipeline.partition
         assert partition is not None
         rejected = [p for p in self._state.rejected if p.num_layers == partition.num_layers]
-        costs, blame = pipeline.layer_costs(), self._state.blame
+        blame = self._state.blame
         decision = decide(measured, partition, costs, self.policy, rejected, blame)
         self.decisions.append(decision)
         values = {"step_s": decision.step_s, "predicted_s": decision.predicted_s}

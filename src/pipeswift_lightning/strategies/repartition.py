@@ -69,6 +69,8 @@ class MovableStrategy(ObservedStrategy):
     def layer_costs(self) -> list[float]:
         """Return profiled or estimated costs of the layers, in call order; ratios count only.
 
+        Profiled ones are for this replica's last batch: other replicas may have others.
+
         Raises:
             RepartitionError: The module has not been cut.
         """
