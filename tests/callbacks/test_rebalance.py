@@ -1,7 +1,9 @@
 """A slow device gives layers away, and gets them back if that did not help."""
 
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Barrier
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.rebalance import Blame, RebalanceError
 from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.plan.trial import RebalanceState
 from pipeswift_lightning.strategies.repartition import Moved, RepartitionError
 from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeper, Sleeps, measured, train
 from tests.helpers.modules import loader
@@ -225,6 +228,35 @@ def test_ranks_with_costs_of_their_own_decide_alike() -> None:
     assert decided([uneven] * 4)[0] != list(wanted)
     assert decided([even, even, uneven, uneven]) == [list(wanted)] * 4
     assert decided([even, uneven, uneven, uneven]) == [list(wanted)] * 4
+
+
+def alone(**kwargs: Any) -> tuple[Rebalance, Fake]:
+    """A callback and its pipeline, whose second stage is slow; the other ranks say the same."""
+    fake = Fake(0, [1.0] * 6, Ranks(1))
+    fake.all_stages = lambda what, value: [[value, (_slower(value[0]), value[1])]]  # type: ignore[method-assign]
+    return Rebalance(every_n_steps=4, window=4, **kwargs), fake
+
+
+def _slower(steps: StepWindow) -> StepWindow:
+    slow = [
+        replace(s, computed_s={key: 2 * seconds for key, seconds in s.computed_s.items()})
+        for s in steps.steps
+    ]
+    return replace(steps, steps=deque(slow))
+
+
+def test_a_second_fit_begins_without_the_firsts_trial() -> None:
+    rebalance, fake = alone()
+    rejected = Partition((0, 5), 6)
+    rebalance.load_state_dict({"rejected": [[[0, 5], 6]]})
+    look(rebalance, fake, 1000, 1.0, 0.1)
+    assert len(rebalance.moves) == 1
+    assert rebalance._state.trial is not None  # and this run ends before its gain is known
+    trainer = SimpleNamespace(strategy=SimpleNamespace(step_events=tuple))
+    rebalance.setup(cast("Any", trainer), cast("Any", None), "fit")
+    assert rebalance._state == RebalanceState(rejected=frozenset({rejected}))
+    look(rebalance, fake, 4, 1.0, 0.1)
+    assert len(rebalance.decisions) == 1
 
 
 def test_what_was_undone_is_remembered_in_checkpoints() -> None:

@@ -141,6 +141,8 @@ class Rebalance(Callback):
         self._due = self.every_n_steps
         self._told = False
         self._steps = StepWindow(self.window)
+        # A trial and its batches are a run's own; a checkpoint brings what that run has rejected.
+        self._state = RebalanceState(rejected=self._state.rejected)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
