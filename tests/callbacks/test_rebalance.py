@@ -259,6 +259,32 @@ def test_a_second_fit_begins_without_the_firsts_trial() -> None:
     assert len(rebalance.decisions) == 1
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_move_back_that_is_refused_ends_no_training(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module, "rank_zero_info", said.append)
+    rebalance, fake = alone(cool_down=10)
+    look(rebalance, fake, 4, 1.0, 0.1)
+    moved = fake.partition
+    fake.refuses = refuses
+    look(rebalance, fake, 10, 1.0, 0.1)  # no faster than before
+    assert fake.wanted[1:] == [[3, 3]]
+    (move,) = rebalance.moves
+    assert move.judgement is not None
+    assert move.judgement.kept is refuses
+    assert fake.partition == (moved if refuses else Partition((0, 3), 6))
+    text = "but stays, since [3, 3] is refused (no room)" if refuses else "moved back to [3, 3]"
+    assert text in said[-1]
+    assert rebalance._state.rejected == {moved}
+    look(rebalance, fake, 14, 1.0, 0.1)  # it is quiet, then goes on
+    assert len(rebalance.decisions) == 1
+    fake.refuses = False
+    look(rebalance, fake, 20, 1.0, 0.1)
+    assert len(rebalance.decisions) == 2
+
+
 def test_what_was_undone_is_remembered_in_checkpoints() -> None:
     first, second = Rebalance(), Rebalance()
     second.load_state_dict({"rejected": [[[0, 4], 6]]})

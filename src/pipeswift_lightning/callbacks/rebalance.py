@@ -262,20 +262,31 @@ class Rebalance(Callback):
             measured.step_s, self._batches, self.policy, measured.busy_s
         )
         decision, step_s = judgement.decision, judgement.step_s
-        self.moves[-1] = replace(self.moves[-1], judgement=judgement)
         log_scalars(trainer, {f"{self.prefix}/step_s": step_s})
         what = "kept"
         if not judgement.kept:
-            moved = pipeline.repartition(_sizes(decision.partition))
-            log_scalars(trainer, {f"{self.prefix}/moved_s": moved.seconds})
-            self._restart()
-            self._due += self.policy.cool_down
-            what = f"moved back to {_sizes(decision.partition)}, not to be tried again"
+            stands, what = self._move_back(trainer, pipeline, decision)
+            judgement = replace(judgement, kept=stands)
+        self.moves[-1] = replace(self.moves[-1], judgement=judgement)
         rank_zero_info(
             f"Rebalance: {_sizes(decision.best)} is {what}: a step takes {1e3 * step_s:.1f} ms; "
             f"{1e3 * decision.step_s:.1f} ms before, {1e3 * decision.predicted_s:.1f} ms predicted "
             f"(measured {step_s / decision.step_s - 1:+.1%}, predicted {-decision.gain:+.1%})"
         )
+
+    def _move_back(
+        self, trainer: Trainer, pipeline: _Movable, decision: Decision
+    ) -> tuple[bool, str]:
+        """Undo a move; return whether it stands all the same, and what to say."""
+        back = _sizes(decision.partition)
+        try:
+            moved = pipeline.repartition(back)
+        except RepartitionError as error:  # on all ranks alike, and nothing has changed
+            return True, f"not worth it, but stays, since {back} is refused ({error})"
+        log_scalars(trainer, {f"{self.prefix}/moved_s": moved.seconds})
+        self._restart()
+        self._due += self.policy.cool_down
+        return False, f"moved back to {back}, not to be tried again"
 
 
 def _sizes(partition: Partition) -> list[int]:
