@@ -84,8 +84,8 @@ class Rebalance(Callback):
     ``rebalance/stage_0_busy_s`` and so on at each look, and ``rebalance/moved_s`` at a move. Rank 0
     says what moved, what was predicted, and what came.
 
-    On a GPU, times are the host's, which runs ahead of the device: what is decided from them may be
-    wrong, and is then undone. Where every rank runs whole steps, stages are fixed, and it says so.
+    On a GPU, times are the device's, which each step is waited for. Where every rank runs whole
+    steps, stages are fixed, and it says so.
 
     Args:
         every_n_steps: Batches between two looks.
