@@ -1,8 +1,11 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pipeswift_lightning.callbacks import BubbleMonitor, TimelineTrace, VarianceMonitor
@@ -15,9 +18,12 @@ from pipeswift_lightning.callbacks.pipeline import CallbackError
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums
 from pipeswift_lightning.plan.costs import StepCosts
+from pipeswift_lightning.plan.microbatches import MicroBatches
+from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.plan.planner import make_plan
 from pipeswift_lightning.plan.schedules import gpipe, one_f_one_b
 from pipeswift_lightning.plan.simulator import simulate
-from pipeswift_lightning.plan.timeline import Event, EventKind
+from pipeswift_lightning.plan.timeline import Event, EventKind, Timeline
 from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeps, measured, train
 from tests.helpers.modules import Regression, loaders, stack, vectors
 from tests.helpers.parity import RecordingLogger, fit
@@ -135,6 +141,47 @@ def test_without_a_pipeline_it_rests() -> None:
     monitor = BubbleMonitor(every_n_steps=1)
     fit(lambda: Regression(stack()), loaders(vectors), "auto", callbacks=[monitor], max_epochs=1)
     assert monitor.reports == []
+
+
+class TwoPlans:
+    """A pipeline that gives its stages other layers, as all of one rank sees it."""
+
+    def __init__(self) -> None:
+        sizes = MicroBatches((1,) * 4)
+        self.plans = [
+            make_plan(partition=Partition((0, cut), 3), micro_batches=sizes) for cut in (1, 2)
+        ]
+        self.plan = self.plans[0]
+
+    def step_events(self) -> tuple[Event, ...]:
+        return tuple(event for event in self.timeline().events if event.rank == 0)
+
+    def timeline(self) -> Timeline:
+        costs = StepCosts(forward_s=[[1.0] * 4] * 2, backward_s=[[2.0] * 4] * 2)
+        return simulate(self.plan.schedule, costs)
+
+    def gather_over_stages(self, what: str, value: Any) -> list[Any]:
+        return [value, value]
+
+    def gather_over_replicas(self, what: str, value: Any) -> list[Any]:
+        return [value]
+
+
+def test_steps_before_and_after_a_move_of_layers_are_not_mixed() -> None:
+    pipeline = TwoPlans()
+    assert pipeline.plans[0].schedule is pipeline.plans[1].schedule  # so it cannot tell
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(is_global_zero=False, strategy=strategy)
+    module: Any = None
+    bubbles, variance = BubbleMonitor(every_n_steps=5, warn_above=1.0), VarianceMonitor(window=3)
+    for monitor in (bubbles, variance):
+        monitor._pipeline = pipeline
+        for stages in (0, 0, 1, 1, 1, 0):
+            pipeline.plan = pipeline.plans[stages]
+            monitor.on_train_batch_end(trainer, module, None, None, 0)
+    assert [report.num_steps for report in bubbles.reports] == [3]
+    assert len(variance.reports) == 2
+    assert variance.reports[1].before is not None  # the other stages', to be compared
 
 
 def quietest(reports: list[BubbleReport]) -> BubbleReport:

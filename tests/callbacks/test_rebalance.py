@@ -1,8 +1,13 @@
 """A slow device gives layers away, and gets them back if that did not help."""
 
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -14,10 +19,12 @@ from pipeswift_lightning.callbacks.pipeline import CallbackError
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_window import StepWindow, measurement
 from pipeswift_lightning.plan.microbatches import MicroBatches
-from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.rebalance import Blame, RebalanceError
 from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.plan.trial import RebalanceState
+from pipeswift_lightning.strategies.repartition import Moved, RepartitionError
 from tests.callbacks.sleepers import BACKWARD_S, FORWARD_S, Sleeper, Sleeps, measured, train
 from tests.helpers.modules import loader
 from tests.helpers.parity import lone_trainer
@@ -145,6 +152,137 @@ def test_a_window_with_few_steps_of_one_kind_says_nothing() -> None:
         partition=PLAN.partition, micro_batches=PLAN.micro_batches, schedule_name="gpipe"
     )
     assert measurement([[window([1.0, 1.0]), window([1.0, 1.0], plan=other)]]) is None
+
+
+class Fake:
+    """One rank of two replicas of two stages; ranks are threads, which meet in gathering."""
+
+    def __init__(self, rank: int, costs: list[float], ranks: "Ranks") -> None:
+        self.rank, self.costs, self.ranks = rank, costs, ranks
+        self.partition = Partition((0, 3), 6)
+        self.plan = make_plan(partition=self.partition, micro_batches=MicroBatches((1, 1)))
+        self.wanted: list[list[int]] = []
+        self.refuses = False
+
+    def why_fixed(self) -> None:
+        return None
+
+    def layer_costs(self) -> list[float]:
+        return self.costs
+
+    def all_stages(self, what: str, value: Any) -> list[list[Any]]:
+        found = self.ranks.gather(self.rank, value)
+        return [found[:2], found[2:]]
+
+    def repartition(self, layers: list[int]) -> Moved:
+        self.wanted.append(list(layers))
+        if self.refuses:
+            raise RepartitionError("no room")
+        self.partition = explicit_partition(6, layers_per_stage=layers)
+        return Moved(seconds=0.0, num_bytes=0)
+
+
+class Ranks:
+    """Where threads exchange values."""
+
+    def __init__(self, number: int) -> None:
+        self.values: list[Any] = [None] * number
+        self.barrier = Barrier(number, timeout=20)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+IDLE: Any = SimpleNamespace(is_global_zero=False, loggers=[])  # all that is asked of a Trainer
+
+
+def look(rebalance: Rebalance, fake: Fake, batches: int, step_s: float, factor: float) -> None:
+    """Let a rank look after steps in each of which it computes ``4 * factor`` of the time."""
+    rebalance._batches = batches
+    rebalance._steps = window([step_s] * 4, factor, fake.plan)
+    rebalance._look(IDLE, cast("Any", fake))
+
+
+def decided(costs: list[list[float]]) -> list[list[int]]:
+    """Return what each of four ranks wants to have moved."""
+    ranks = Ranks(4)
+    fakes = [Fake(rank, own, ranks) for rank, own in enumerate(costs)]
+
+    def decide(fake: Fake) -> None:
+        rebalance = Rebalance(every_n_steps=4, window=4)
+        look(rebalance, fake, 4, 1.0, 0.1 if fake.rank % 2 == 0 else 0.2)
+
+    with ThreadPoolExecutor(len(fakes)) as pool:
+        list(pool.map(decide, fakes))
+    return [sizes for fake in fakes for sizes in fake.wanted]
+
+
+def test_ranks_with_costs_of_their_own_decide_alike() -> None:
+    """Each replica has the costs of its own last batch: they wanted other stages, and hung."""
+    even, uneven = [1.0] * 6, [1.0, 1.0, 1.0, 1.0, 1.0, 5.0]
+    (wanted,) = {tuple(sizes) for sizes in decided([even] * 4)}
+    assert decided([uneven] * 4)[0] != list(wanted)
+    assert decided([even, even, uneven, uneven]) == [list(wanted)] * 4
+    assert decided([even, uneven, uneven, uneven]) == [list(wanted)] * 4
+
+
+def alone(**kwargs: Any) -> tuple[Rebalance, Fake]:
+    """A callback and its pipeline, whose second stage is slow; the other ranks say the same."""
+    fake = Fake(0, [1.0] * 6, Ranks(1))
+    fake.all_stages = lambda what, value: [[value, (_slower(value[0]), value[1])]]  # type: ignore[method-assign]
+    return Rebalance(every_n_steps=4, window=4, **kwargs), fake
+
+
+def _slower(steps: StepWindow) -> StepWindow:
+    slow = [
+        replace(s, computed_s={key: 2 * seconds for key, seconds in s.computed_s.items()})
+        for s in steps.steps
+    ]
+    return replace(steps, steps=deque(slow))
+
+
+def test_a_second_fit_begins_without_the_firsts_trial() -> None:
+    rebalance, fake = alone()
+    rejected = Partition((0, 5), 6)
+    rebalance.load_state_dict({"rejected": [[[0, 5], 6]]})
+    look(rebalance, fake, 1000, 1.0, 0.1)
+    assert len(rebalance.moves) == 1
+    assert rebalance._state.trial is not None  # and this run ends before its gain is known
+    trainer = SimpleNamespace(strategy=SimpleNamespace(step_events=tuple))
+    rebalance.setup(cast("Any", trainer), cast("Any", None), "fit")
+    assert rebalance._state == RebalanceState(rejected=frozenset({rejected}))
+    look(rebalance, fake, 4, 1.0, 0.1)
+    assert len(rebalance.decisions) == 1
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_move_back_that_is_refused_ends_no_training(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(module, "rank_zero_info", said.append)
+    rebalance, fake = alone(cool_down=10)
+    look(rebalance, fake, 4, 1.0, 0.1)
+    moved = fake.partition
+    fake.refuses = refuses
+    look(rebalance, fake, 10, 1.0, 0.1)  # no faster than before
+    assert fake.wanted[1:] == [[3, 3]]
+    (move,) = rebalance.moves
+    assert move.judgement is not None
+    assert move.judgement.kept is refuses
+    assert fake.partition == (moved if refuses else Partition((0, 3), 6))
+    text = "but stays, since [3, 3] is refused (no room)" if refuses else "moved back to [3, 3]"
+    assert text in said[-1]
+    assert rebalance._state.rejected == {moved}
+    look(rebalance, fake, 14, 1.0, 0.1)  # it is quiet, then goes on
+    assert len(rebalance.decisions) == 1
+    fake.refuses = False
+    look(rebalance, fake, 20, 1.0, 0.1)
+    assert len(rebalance.decisions) == 2
 
 
 def test_what_was_undone_is_remembered_in_checkpoints() -> None:

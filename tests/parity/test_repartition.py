@@ -50,7 +50,7 @@ class Moves(Callback):
             return
         if not self.moved:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(repartition, "room_bytes", lambda device: 0.0)
+                patch.setattr(repartition, "room_bytes", lambda device, step_bytes: 0.0)
                 with pytest.raises(RepartitionError, match="no room"):
                     strategy.repartition(layers)
         self.moved.append(strategy.repartition(layers))

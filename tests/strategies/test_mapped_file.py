@@ -1,6 +1,7 @@
 """A checkpoint in one file is mapped: what a rank does not touch takes no memory."""
 
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,24 @@ def test_what_a_module_may_keep_is_copied() -> None:
     got = owned_extras(module, state)
     assert got["weight"] is state["weight"]
     assert got["extra"][0] is not state["extra"][0]
+
+
+def test_a_copy_is_a_leaf_of_the_same_kind(tmp_path: Path) -> None:
+    """A callback's parameter became a tensor with a history, which deepcopy refuses."""
+    file = tmp_path / "a.ckpt"
+    saved = {
+        "parameter": nn.Parameter(torch.ones(2)),
+        "frozen": nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+        "leaf": torch.ones(2, requires_grad=True),
+        "plain": torch.ones(2),
+    }
+    torch.save({"callbacks": {"ema": saved}}, file)
+    loaded = deepcopy(read_mapped(file, weights_only=None)["callbacks"]["ema"])
+    for name, tensor in saved.items():
+        assert type(loaded[name]) is type(tensor)
+        assert loaded[name].requires_grad == tensor.requires_grad
+        assert loaded[name].is_leaf
+        assert loaded[name].equal(tensor)
 
 
 def test_other_readers_and_formats_are_left_to_lightning(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from pipeswift_lightning.callbacks.memory import peak_bytes
 from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
+    PlanKey,
     check_count,
     log_scalars,
     pipeline_of,
+    plan_key,
 )
 from pipeswift_lightning.callbacks.replica_report import ReplicaReport
 from pipeswift_lightning.callbacks.step_parts import StepParts
@@ -45,7 +47,8 @@ class BubbleMonitor(Callback):
     * with replicas, ``bubble/replica_0`` (mean bubble) and ``bubble/replica_0_busy_s`` (its busiest
       stage) and so on. All else is the first replica's.
 
-    Steps of another schedule than most, such as a short last batch, are left out of the means.
+    Steps of another plan than most, such as a short last batch or those before layers moved, are
+    left out of the means.
     Where every rank runs whole steps (``loss="transparent"``) there is no schedule: the bubble, the
     shares and all else are measured, and nothing is predicted. On a GPU, times are the device's,
     which each step is waited for.
@@ -83,8 +86,7 @@ class BubbleMonitor(Callback):
 
     def _clear(self) -> None:
         self._num_batches = 0
-        # By schedule, whose identity is the key: the planner keeps one object of each.
-        self._sums: dict[int, tuple[Schedule | None, StepSums]] = {}
+        self._sums: dict[PlanKey, tuple[Schedule | None, StepSums]] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -108,9 +110,10 @@ class BubbleMonitor(Callback):
         if pipeline is None:
             return
         parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
-        schedule = None if (plan := pipeline.plan) is None else plan.schedule
+        plan = pipeline.plan
+        schedule = None if plan is None else plan.schedule
         if schedule is None or parts.is_whole(schedule.num_micro_batches):
-            self._sums.setdefault(id(schedule), (schedule, StepSums()))[1].add(parts)
+            self._sums.setdefault(plan_key(plan), (schedule, StepSums()))[1].add(parts)
         # All batches count: replicas have as many, but not always the same whole ones.
         self._num_batches += 1
         if self._num_batches >= self.every_n_steps:

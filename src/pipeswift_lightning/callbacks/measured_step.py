@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -11,11 +11,11 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from pipeswift_lightning.callbacks.pipeline import ObservablePipeline, pipeline_of
+from pipeswift_lightning.callbacks.pipeline import ObservablePipeline, pipeline_of, plan_key
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.plan.costs import StepCosts
-from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.plan.planner import Plan
 
 __all__ = ["MeasuredStep", "StepRecord"]
 
@@ -52,7 +52,7 @@ class MeasuredStep:
 
 
 class StepRecord(Callback):
-    """When training ends, write what a step costs: the last steps of the most frequent schedule.
+    """When training ends, write what a step costs: the last steps of the most frequent plan.
 
     Two files in ``dirpath``: ``step_costs.json``, which ``recipes/simulate.py costs=FILE`` takes,
     and ``measured_step.json``, from which a sweep predicts its next members.
@@ -64,7 +64,7 @@ class StepRecord(Callback):
 
     def __init__(self, dirpath: str | Path, window: int = 50) -> None:
         self.dirpath = Path(dirpath)
-        self._steps: deque[tuple[Schedule, StepParts]] = deque(maxlen=window)
+        self._steps: deque[tuple[Plan, StepParts]] = deque(maxlen=window)
         self._pipeline: ObservablePipeline | None = None
         self._step_start_s = 0.0
 
@@ -89,7 +89,7 @@ class StepRecord(Callback):
             return
         parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
         if parts.is_whole(plan.schedule.num_micro_batches):
-            self._steps.append((plan.schedule, parts))
+            self._steps.append((plan, parts))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -97,15 +97,13 @@ class StepRecord(Callback):
         if pipeline is None or not self._steps:
             return
         # All ranks of a pipeline follow one plan, so they choose alike.
-        counts: dict[int, int] = {}
-        for schedule, _ in self._steps:
-            counts[id(schedule)] = counts.get(id(schedule), 0) + 1
-        most = max(counts, key=lambda key: counts[key])
-        same = [(schedule, parts) for schedule, parts in self._steps if id(schedule) == most]
+        counts = Counter(plan_key(plan) for plan, _ in self._steps)
+        most = counts.most_common(1)[0][0]
+        same = [(plan, parts) for plan, parts in self._steps if plan_key(plan) == most]
         sums = StepSums()
         for _, parts in same:
             sums.add(parts)
         stages = pipeline.gather_over_stages("gathering the stages' costs", sums)
         if trainer.is_global_zero:
             step_s = statistics.median(parts.step_s for _, parts in same)
-            MeasuredStep(step_s, mean_costs(same[0][0], stages)).write(self.dirpath)
+            MeasuredStep(step_s, mean_costs(same[0][0].schedule, stages)).write(self.dirpath)

@@ -11,7 +11,7 @@ __all__ = ["peak_bytes"]
 def peak_bytes(device: torch.device) -> int:
     """Return the most bytes a GPU has held since the last call; on a CPU, what the process holds.
 
-    0 where that cannot be known.
+    Or since layers were profiled, or moved: what that took is left out. 0 where it cannot be known.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)

@@ -6,10 +6,21 @@ from typing import Any, Protocol, cast
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
+from pipeswift_lightning.plan.partition import Partition
 from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.timeline import Event, Timeline
 
-__all__ = ["CallbackError", "ObservablePipeline", "check_count", "log_scalars", "pipeline_of"]
+__all__ = [
+    "CallbackError",
+    "ObservablePipeline",
+    "PlanKey",
+    "check_count",
+    "log_scalars",
+    "pipeline_of",
+    "plan_key",
+]
+
+PlanKey = tuple[int, Partition] | None
 
 
 class CallbackError(ValueError):
@@ -51,6 +62,15 @@ def pipeline_of(trainer: Trainer, observer: str) -> ObservablePipeline | None:
         return cast("ObservablePipeline", strategy)
     rank_zero_info(f"{observer}: {type(strategy).__name__} is no pipeline, so nothing is observed")
     return None
+
+
+def plan_key(plan: Plan | None) -> PlanKey:
+    """Return what is equal for steps that may be averaged: the same order of the same layers.
+
+    A schedule's identity stands for it, so keep a reference to it: the planner has one object of
+    each. When layers move, it stays, and the partition tells.
+    """
+    return None if plan is None else (id(plan.schedule), plan.partition)
 
 
 def log_scalars(trainer: Trainer, values: Mapping[str, float]) -> None:

@@ -84,8 +84,8 @@ class Rebalance(Callback):
     ``rebalance/stage_0_busy_s`` and so on at each look, and ``rebalance/moved_s`` at a move. Rank 0
     says what moved, what was predicted, and what came.
 
-    On a GPU, times are the host's, which runs ahead of the device: what is decided from them may be
-    wrong, and is then undone. Where every rank runs whole steps, stages are fixed, and it says so.
+    On a GPU, times are the device's, which each step is waited for. Where every rank runs whole
+    steps, stages are fixed, and it says so.
 
     Args:
         every_n_steps: Batches between two looks.
@@ -141,6 +141,8 @@ class Rebalance(Callback):
         self._due = self.every_n_steps
         self._told = False
         self._steps = StepWindow(self.window)
+        # A trial and its batches are a run's own; a checkpoint brings what that run has rejected.
+        self._state = RebalanceState(rejected=self._state.rejected)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -191,21 +193,30 @@ class Rebalance(Callback):
 
     def _look(self, trainer: Trainer, pipeline: _Movable) -> None:
         """Gather what was measured; judge the last move, or decide on the next; collective."""
-        every = pipeline.all_stages("gathering the stages' times", self._steps)
-        measured = measurement(every)
+        own = self._steps, pipeline.layer_costs()
+        every = pipeline.all_stages("gathering the stages' times", own)
+        measured = measurement([[steps for steps, _ in row] for row in every])
+        # Each replica's costs are those of its own last batch: one's are taken, by all.
+        costs: list[float] = every[0][0][1]
         self._due = self._batches + self.every_n_steps
         if measured is None:
             return
         if self._state.trial is not None:
             self._judge(trainer, pipeline, measured)
         elif self._state.may_move(self._batches):
-            self._decide(trainer, pipeline, measured)
+            self._decide(trainer, pipeline, measured, costs)
 
-    def _decide(self, trainer: Trainer, pipeline: _Movable, measured: Measurement) -> None:
+    def _decide(
+        self,
+        trainer: Trainer,
+        pipeline: _Movable,
+        measured: Measurement,
+        costs: Sequence[float],
+    ) -> None:
         partition = pipeline.partition
         assert partition is not None
         rejected = [p for p in self._state.rejected if p.num_layers == partition.num_layers]
-        costs, blame = pipeline.layer_costs(), self._state.blame
+        blame = self._state.blame
         decision = decide(measured, partition, costs, self.policy, rejected, blame)
         self.decisions.append(decision)
         values = {"step_s": decision.step_s, "predicted_s": decision.predicted_s}
@@ -251,20 +262,31 @@ class Rebalance(Callback):
             measured.step_s, self._batches, self.policy, measured.busy_s
         )
         decision, step_s = judgement.decision, judgement.step_s
-        self.moves[-1] = replace(self.moves[-1], judgement=judgement)
         log_scalars(trainer, {f"{self.prefix}/step_s": step_s})
         what = "kept"
         if not judgement.kept:
-            moved = pipeline.repartition(_sizes(decision.partition))
-            log_scalars(trainer, {f"{self.prefix}/moved_s": moved.seconds})
-            self._restart()
-            self._due += self.policy.cool_down
-            what = f"moved back to {_sizes(decision.partition)}, not to be tried again"
+            stands, what = self._move_back(trainer, pipeline, decision)
+            judgement = replace(judgement, kept=stands)
+        self.moves[-1] = replace(self.moves[-1], judgement=judgement)
         rank_zero_info(
             f"Rebalance: {_sizes(decision.best)} is {what}: a step takes {1e3 * step_s:.1f} ms; "
             f"{1e3 * decision.step_s:.1f} ms before, {1e3 * decision.predicted_s:.1f} ms predicted "
             f"(measured {step_s / decision.step_s - 1:+.1%}, predicted {-decision.gain:+.1%})"
         )
+
+    def _move_back(
+        self, trainer: Trainer, pipeline: _Movable, decision: Decision
+    ) -> tuple[bool, str]:
+        """Undo a move; return whether it stands all the same, and what to say."""
+        back = _sizes(decision.partition)
+        try:
+            moved = pipeline.repartition(back)
+        except RepartitionError as error:  # on all ranks alike, and nothing has changed
+            return True, f"not worth it, but stays, since {back} is refused ({error})"
+        log_scalars(trainer, {f"{self.prefix}/moved_s": moved.seconds})
+        self._restart()
+        self._due += self.policy.cool_down
+        return False, f"moved back to {back}, not to be tried again"
 
 
 def _sizes(partition: Partition) -> list[int]:

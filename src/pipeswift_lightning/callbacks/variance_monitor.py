@@ -11,13 +11,15 @@ from pipeswift_lightning.callbacks.garbage import GarbageClock, overlap_s
 from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
+    PlanKey,
     check_count,
     log_scalars,
     pipeline_of,
+    plan_key,
 )
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.variance_report import StageWindow, VarianceReport
-from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.timeline import Event, EventKind
 
 __all__ = ["VarianceMonitor"]
@@ -42,7 +44,8 @@ class VarianceMonitor(Callback):
     * ``jitter``: a stage whose steps are now fast, now slow, more than the others' are.
 
     Each cause that costs at least ``warn_above`` of a step is told once, with a remedy. Windows are
-    kept by schedule, so that a short last batch spoils none; when the plan changes, the next full
+    kept by schedule and stages, so that neither a short last batch nor a move of layers spoils
+    one; when the plan changes, the next full
     window is compared with the last one of the plan before. Steps that every rank runs whole
     (``loss="transparent"``) are not observed. With replicas, the numbers are the first's.
 
@@ -78,9 +81,8 @@ class VarianceMonitor(Callback):
 
     def _clear(self) -> None:
         self.reports = []
-        # By schedule, whose identity is the key: the planner keeps one object of each.
-        self._windows: dict[int, tuple[Schedule, StageWindow]] = {}
-        self._last: Schedule | None = None
+        self._windows: dict[PlanKey, tuple[Plan, StageWindow]] = {}
+        self._last: Plan | None = None
         self._told: set[tuple[str, int, int | None]] = set()
 
     @override
@@ -111,13 +113,13 @@ class VarianceMonitor(Callback):
         if (plan := pipeline.plan) is None:
             self._rest()
             return
-        schedule = plan.schedule
-        if id(schedule) not in self._windows and len(self._windows) >= _MAX_PLANS:
+        key = plan_key(plan)
+        if key not in self._windows and len(self._windows) >= _MAX_PLANS:
             self._windows.pop(next(iter(self._windows)))
-        _, window = self._windows.setdefault(id(schedule), (schedule, StageWindow()))
-        self._add(window, pipeline.step_events(), schedule.num_micro_batches)
+        _, window = self._windows.setdefault(key, (plan, StageWindow()))
+        self._add(window, pipeline.step_events(), plan.schedule.num_micro_batches)
         if len(window.steps_s) >= self.window:
-            self._report(trainer, pipeline, schedule)
+            self._report(trainer, pipeline, plan)
 
     def _rest(self) -> None:
         """Say that steps which every rank runs whole are no business of this monitor."""
@@ -154,18 +156,18 @@ class VarianceMonitor(Callback):
         if place % max(1, self.window // _SAMPLES) == 0:
             window.samples[place] = events
 
-    def _report(self, trainer: Trainer, pipeline: ObservablePipeline, schedule: Schedule) -> None:
+    def _report(self, trainer: Trainer, pipeline: ObservablePipeline, plan: Plan) -> None:
         # All ranks of a pipeline follow one plan, so their windows end together.
-        _, window = self._windows.pop(id(schedule))
+        _, window = self._windows.pop(plan_key(plan))
         windows = pipeline.gather_over_stages("gathering the stages' step times", window)
-        changed = self._last is not None and self._last is not schedule
+        changed = self._last is not None and plan_key(self._last) != plan_key(plan)
         report = VarianceReport.of(
-            schedule,
+            plan.schedule,
             windows,
             least_share=self.warn_above,
             before=self.reports[-1] if changed else None,
         )
-        self._last = schedule
+        self._last = plan
         self.reports.append(report)
         log_scalars(trainer, report.scalars(self.prefix))
         if (change := report.explain_change()) is not None:

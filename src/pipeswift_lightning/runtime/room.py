@@ -10,28 +10,57 @@ from torch.utils._pytree import tree_leaves
 from pipeswift_lightning.runtime.ownership import LocalShare
 from pipeswift_lightning.runtime.relocation import Parcel
 
-__all__ = ["needed_bytes", "room_bytes", "step_bytes"]
+__all__ = ["StepPeak", "forget_peak", "needed_bytes", "room_bytes"]
 
 
-def room_bytes(device: torch.device) -> float:
-    """Return what a device can take beside what a step takes; the host's memory is not looked at.
+class StepPeak:
+    """Remembers what steps have taken at most, beside what a device holds between them.
+
+    It is read when a step ends: between steps, anyone may reset the device's own peak, as
+    `BubbleMonitor` does.
+
+    Attributes:
+        num_bytes: The most so far; 0 on the host, whose memory is not looked at.
 
     Example:
-        >>> room_bytes(torch.device("cpu"))
+        >>> peak = StepPeak()
+        >>> peak.note(torch.device("cpu"))
+        >>> peak.num_bytes
+        0
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def note(self, device: torch.device) -> None:
+        """Note that a step has ended."""
+        if device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(device)
+            self.num_bytes = max(self.num_bytes, most - torch.cuda.memory_allocated(device))
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset a device's peak after what is no step: profiling, or a move of layers."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def room_bytes(device: torch.device, step_bytes: int) -> float:
+    """Return what a device can take beside what a step takes; the host's memory is not looked at.
+
+    Args:
+        device: The device, between two steps.
+        step_bytes: What a step takes, by `StepPeak`.
+
+    Example:
+        >>> room_bytes(torch.device("cpu"), 0)
         inf
     """
     if device.type != "cuda":
         return math.inf
     free_bytes, _ = torch.cuda.mem_get_info(device)
     kept_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free_bytes + kept_bytes - step_bytes(device)
-
-
-def step_bytes(device: torch.device) -> int:
-    """Return what steps have taken at most beside what a device holds between them."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    return free_bytes + kept_bytes - step_bytes
 
 
 def needed_bytes(

@@ -21,6 +21,7 @@ from pipeswift_lightning.runtime.batching import num_samples, split_batch
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.formed import form_batches
 from pipeswift_lightning.runtime.packed import PackedBatch
+from pipeswift_lightning.runtime.room import forget_peak
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.comparison import (
@@ -149,7 +150,9 @@ class StepRunner:
         if self._session.partition is not None:
             return self._session.look_at(call)
         with self._assembly.timing(AssemblyPart.PLAN):
-            return self._session.look_at(call)
+            trace = self._session.look_at(call)
+        forget_peak(self._session.device)  # else a step would seem to take what profiling took
+        return trace
 
     def _runs_whole(self) -> bool:
         return self._session.transparent is not None

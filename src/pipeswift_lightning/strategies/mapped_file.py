@@ -41,7 +41,15 @@ def read_mapped(path: str | Path, *, weights_only: bool | None) -> dict[str, Any
 
 def owned(value: Any) -> Any:
     """Return ``value`` with copies of its tensors, which the file no longer backs."""
-    return tree_map_only(Tensor, torch.clone, value)
+    return tree_map_only(Tensor, _copied, value)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy that is a leaf, as what was loaded is: only leaves can be copied deeply."""
+    copy = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, requires_grad=tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)
 
 
 def owned_extras(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

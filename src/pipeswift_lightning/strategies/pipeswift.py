@@ -251,7 +251,7 @@ class PipeSwiftStrategy(MovableStrategy):
         module = self.lightning_module
         assert module is not None
         aside = self.session.transparent is None
-        self._between_steps = False  # until the optimizer has used the gradients
+        self._begin_step()
         if aside:
             self._handover.begin(module)
         output = self._run(StepHook.TRAINING, args, kwargs)
@@ -322,7 +322,7 @@ class PipeSwiftStrategy(MovableStrategy):
             closure = once(closure, unwrapped(optimizer))
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._clock.updated(self.session)
-        self._between_steps = True
+        self._end_step()
         return result
 
     @override

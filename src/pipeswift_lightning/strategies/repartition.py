@@ -12,7 +12,7 @@ from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.ownership import Owners, find_owners
 from pipeswift_lightning.runtime.relocation import Relocation, parcels
-from pipeswift_lightning.runtime.room import needed_bytes, room_bytes, step_bytes
+from pipeswift_lightning.runtime.room import StepPeak, forget_peak, needed_bytes, room_bytes
 from pipeswift_lightning.strategies.layer_costs import layer_costs
 from pipeswift_lightning.strategies.observed_strategy import ObservedStrategy
 from pipeswift_lightning.strategies.optimizers import unwrapped
@@ -47,6 +47,17 @@ class MovableStrategy(ObservedStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._between_steps = True
+        self._step_peak = StepPeak()
+
+    def _begin_step(self) -> None:
+        """Note that a step's gradients wait from now on."""
+        self._between_steps = False
+
+    def _end_step(self) -> None:
+        """Note that the optimizer has used all gradients; callbacks have not run yet."""
+        self._between_steps = True
+        if self.mesh.num_stages > 1:  # else layers never move
+            self._step_peak.note(self.root_device)
 
     @property
     def partition(self) -> Partition | None:
@@ -68,6 +79,8 @@ class MovableStrategy(ObservedStrategy):
 
     def layer_costs(self) -> list[float]:
         """Return profiled or estimated costs of the layers, in call order; ratios count only.
+
+        Profiled ones are for this replica's last batch: other replicas may have others.
 
         Raises:
             RepartitionError: The module has not been cut.
@@ -130,6 +143,7 @@ class MovableStrategy(ObservedStrategy):
             "waiting for all layers to have moved",
             lambda: require_agreement(facts, None, self.root_device, remark=-(-sent_bytes // 1024)),
         )
+        forget_peak(self.root_device)
         return Moved(seconds=perf_counter() - start_s, num_bytes=1024 * sum(kib))
 
     def _prepare(self, old: Partition, new: Partition, owners: Owners) -> None:
@@ -145,8 +159,9 @@ class MovableStrategy(ObservedStrategy):
         }
         needed = needed_bytes(share, travel, [unwrapped(o) for o in self.optimizers])
         mine, later = (len(partition.ranges[share.stage]) for partition in (old, new))
-        needed += step_bytes(self.root_device) * max(0, later - mine) / mine
-        lacks = needed > room_bytes(self.root_device)
+        step_bytes = self._step_peak.num_bytes
+        needed += step_bytes * max(0, later - mine) / mine
+        lacks = needed > room_bytes(self.root_device, step_bytes)
         every = collectives.guarded(
             "agreeing on other stages",
             lambda: require_agreement(facts, None, self.root_device, remark=int(lacks)),
