@@ -82,6 +82,29 @@ class Returning(Padded):
         self.log("returned", total)
 
 
+class Translated(Padded):
+    """Has a target for each source, of a length of its own."""
+
+    def per_sample(self, batch: Any) -> Tensor:
+        source, mask, target = batch["src"], batch["mask"], batch["tgt"]
+        logits = (self.model(source, mask=mask) * mask[..., None]).sum(1)
+        missed, real = -logits.log_softmax(1).gather(1, target), target > 0
+        return (missed * real).sum(1) / real.sum(1)
+
+
+def translation(source: Sequence[int], target: Sequence[int], last: int) -> dict[str, Tensor]:
+    """A batch of rows of these lengths, whose targets all end in the same token."""
+    draw = torch.Generator().manual_seed(5)
+    rows = [torch.randint(1, VOCABULARY, (n,), generator=draw) for n in (*source, *target)]
+    src, tgt = (
+        nn.utils.rnn.pad_sequence(part, batch_first=True)
+        for part in (rows[: len(source)], rows[len(source) :])
+    )
+    for row, length in zip(tgt, target, strict=True):
+        row[length - 1] = last
+    return {"src": src, "mask": src > 0, "tgt": tgt}
+
+
 def token_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
     """Collate as Hugging Face does, with a mask of pairs beside."""
     ids = nn.utils.rnn.pad_sequence(list(rows), batch_first=True)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
+from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
@@ -25,12 +26,14 @@ from tests.helpers.planned import (
     Returning,
     Sessions,
     Tokens,
+    Translated,
     costs,
     loader,
     packed,
     quick_choice,
     random_choice,
     token_rows,
+    translation,
 )
 
 tokens = partial(loader, token_rows)
@@ -167,6 +170,31 @@ def test_any_plan_trains_as_plain_lightning_does(cost_file: Path, seed: int) -> 
             patch.setattr(planning, "choose_plan", partial(random_choice, seed=seed))
             module = Padded()
             fit_alone(module, strategy, loader(num=16))
+        found.append(dict(module.named_parameters()))
+    for name, parameter in found[0].items():
+        assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name
+
+
+OTHERS = [translation([5, 4, 6, 3], [2, 3, 3, 1], 1), translation([3, 7, 4, 6], [4, 2, 3, 1], 2)]
+LONE = [translation([6, 6, 6, 5], [6, 6, 6, 6], last) for last in (7, 8)]
+ALIKE = [translation([6, 6, 5, 5], [6, 6, 6, 6], 9)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "trim"),
+    [([*LONE, *OTHERS, *LONE], True), ([*OTHERS, *OTHERS[:1], *ALIKE, *OTHERS], "auto")],
+    ids=["a lone last token", "last tokens that are alike"],
+)
+def test_real_tokens_that_look_like_padding_are_not_cut_off(
+    cost_file: Path, batches: list[Any], trim: Any
+) -> None:
+    found = []
+    planned = PipeSwiftStrategy(costs=cost_file, micro_batches=4, loss="per_sample", trim=trim)
+    for strategy in ("auto", planned):
+        torch.manual_seed(0)
+        module = Translated()
+        trainer = lone_trainer(strategy, max_epochs=1, precision="64-true", num_sanity_val_steps=0)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
         found.append(dict(module.named_parameters()))
     for name, parameter in found[0].items():
         assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeswift_lightning.runtime.formed import form_batches, in_data_order
 from pipeswift_lightning.runtime.lengths import LengthError, find_lengths, told_lengths
 from pipeswift_lightning.runtime.packed import PackedBatch, pack_samples
+from pipeswift_lightning.runtime.padding import PaddingSeen
 
 LENGTHS = (3, 1, 5, 2)
 WIDEST = 6
@@ -68,6 +69,23 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_nothing_is_trimmed_that_could_matter(name: str) -> None:
     assert find_lengths(padded(**REFUSED[name])) is None
+
+
+def one_short(target: list[list[int]]) -> dict[str, Tensor]:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    return {"src": mask * 5, "mask": mask, "tgt": torch.tensor(target)}
+
+
+def test_a_lone_cell_is_padding_once_another_batch_says_the_same() -> None:
+    seen = PaddingSeen()
+    batches = [one_short([[1, 2, 3], [4, 5, last]]) for last in (0, 0, 6, 0)]
+    assert [find_lengths(batch, seen) is not None for batch in batches] == [False, True] + 2 * [
+        False
+    ]
+    resumed = PaddingSeen()
+    resumed.load_state(seen.state())
+    assert find_lengths(batches[0], resumed) is None
+    assert find_lengths({**batches[0], "tgt": torch.zeros(2)}, resumed) is not None
 
 
 def test_labels_beyond_the_mask_are_kept() -> None:

@@ -1,7 +1,8 @@
 """How long each sample of a collated batch is, and which dims of its tensors that concerns.
 
 A batch is trimmed only where nothing can be lost. Its mask must say that every row is padded at the
-end; what is cut off must be under the mask, without a label, and the same padding everywhere.
+end; what is cut off must be under the mask, without a label, and the same padding everywhere, as
+in all batches before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeswift_lightning.runtime.batching import num_samples, tensors_by_path
+from pipeswift_lightning.runtime.padding import PaddingSeen
 
 __all__ = ["LengthError", "SampleLengths", "find_lengths", "told_lengths"]
 
@@ -79,11 +81,15 @@ def told_lengths(
     return SampleLengths(found, chosen)
 
 
-def find_lengths(batch: Any) -> SampleLengths | None:
+def find_lengths(batch: Any, padding: PaddingSeen | None = None) -> SampleLengths | None:
     """Return what may be trimmed of a batch that tells; ``None`` if it does not.
 
     It tells by a mask ``[N, T]``, called ``attention_mask`` or ``mask``, true at tokens. All
     tensors are looked at: one that might, or might not, run over the tokens makes this ``None``.
+
+    Args:
+        batch: The batch.
+        padding: What padding was in earlier batches; takes what it is in this one.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -100,6 +106,7 @@ def find_lengths(batch: Any) -> SampleLengths | None:
         return None
     rows, whole = mask.shape
     padded = torch.arange(whole, device=mask.device) >= lengths[:, None]
+    padding, unsure = padding or PaddingSeen(), False
     dims: dict[str, tuple[int, ...]] = {}
     for path, tensor in tensors_by_path(batch):
         found = _dims(tensor, rows, whole)
@@ -109,10 +116,11 @@ def find_lengths(batch: Any) -> SampleLengths | None:
             continue
         if not isinstance(tensor, Tensor):
             return None
-        if path.rpartition(".")[2] not in _POSITIONS and not _is_padding(tensor, found, padded):
-            return None
+        if path.rpartition(".")[2] not in _POSITIONS:
+            cells = _under_padding(tensor, found, padded)
+            unsure |= not padding.takes(path, cells, int(padded.sum()))
         dims[path] = found
-    return SampleLengths(tuple(lengths.tolist()), dims)
+    return None if unsure else SampleLengths(tuple(lengths.tolist()), dims)
 
 
 def _mask(batch: Any, name: str) -> Tensor | None:
@@ -154,15 +162,13 @@ def _dims(tensor: Any, rows: int, whole: int) -> tuple[int, ...] | None:
             return None
 
 
-def _is_padding(tensor: Tensor, dims: Sequence[int], padded: Tensor) -> bool:
-    """Whether a tensor holds one value wherever a row has no token.
+def _under_padding(tensor: Tensor, dims: Sequence[int], padded: Tensor) -> Tensor:
+    """Return what a tensor holds wherever a row has no token.
 
     Of a mask of pairs of tokens: wherever a token looks at padding. What padding looks at does not
     matter.
     """
     if len(dims) == 1:
-        cut = tensor.movedim(dims[0], 1)[padded]
-    else:
-        seen = ~padded[:, :, None] & padded[:, None, :]
-        cut = tensor.movedim(tuple(dims), (1, 2))[seen]
-    return cut.numel() == 0 or bool((cut == cut.reshape(-1)[0]).all())
+        return tensor.movedim(dims[0], 1)[padded]
+    seen = ~padded[:, :, None] & padded[:, None, :]
+    return tensor.movedim(tuple(dims), (1, 2))[seen]
