@@ -169,11 +169,18 @@ class Packed(Base):
         seen = (owner[:, None] == owner[None, :]).tril()[None, None]
         logits = self.model(batch["ids"][None], seen)[0]
         loss = functional.cross_entropy(logits, batch["labels"])
-        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        self.log("train/loss" if self.training else "val/loss", loss, on_epoch=True)
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
 
 
 packed = partial(loader, with_labels)
+
+
+def packed_and_validated() -> tuple[DataLoader, DataLoader]:
+    return packed(), packed(num=21)
 
 
 def quick_choice(workload: Workload, **options: Any) -> Choice:

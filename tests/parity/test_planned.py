@@ -30,6 +30,7 @@ from tests.helpers.planned import (
     costs,
     loader,
     packed,
+    packed_and_validated,
     quick_choice,
     random_choice,
     token_rows,
@@ -60,6 +61,8 @@ CASES: dict[str, Case] = {
     "own loss": (lambda: Tokens(own_loss=True), tokens, {}, {}),
     "packed": (Packed, packed, {}, {}),
     "packed, told": (Packed, packed, BY_TOKENS, {}),
+    "packed, validated": (Packed, packed_and_validated, {}, {}),
+    "packed, told, validated": (Packed, packed_and_validated, BY_TOKENS, {}),
     "accumulated": (Padded, loader, NOW, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "returned": (Returning, loader, NOW, {}),
 }
