@@ -49,8 +49,8 @@ class Sessions(Padded):
     def sample_lengths(self, batch: Any) -> list[int]:
         return batch["mask"].sum(1).tolist()
 
-    def sample_sessions(self, batch: Any) -> list[int]:
-        return [i // 2 for i in range(len(batch["ids"]))]
+    def sample_sessions(self, batch: Any) -> Tensor:
+        return torch.arange(len(batch["ids"])) // 2
 
 
 class PaddingCounts(Padded):

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeswift_lightning.runtime.formed import form_batches, in_data_order
-from pipeswift_lightning.runtime.lengths import LengthError, find_lengths, told_lengths
+from pipeswift_lightning.runtime.lengths import (
+    LengthError,
+    SessionError,
+    find_lengths,
+    told_lengths,
+    told_sessions,
+)
 from pipeswift_lightning.runtime.packed import PackedBatch, pack_samples
 from pipeswift_lightning.runtime.padding import PaddingSeen
 
@@ -104,6 +110,12 @@ def test_what_a_module_tells_has_to_fit_its_batch() -> None:
         told_lengths(batch, LENGTHS, {"ids": 1})
     with pytest.raises(LengthError, match=r"\[0\]. Rule: "):
         told_lengths(batch, LENGTHS, {"input_ids": 0})
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), ["a", "b"], [[1], [2], [3], [4]], None])
+def test_sessions_that_do_not_fit_their_batch_are_refused(wrong: Any) -> None:
+    with pytest.raises(SessionError, match=r"(?s) for a batch of 4 samples. Rule: .* Remedy: "):
+        told_sessions(wrong, 4)
 
 
 @settings(max_examples=50)

@@ -5,17 +5,19 @@ end; what is cut off must be under the mask, without a label, and the same paddi
 in all batches before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeswift_lightning.runtime.batching import num_samples, tensors_by_path
 from pipeswift_lightning.runtime.padding import PaddingSeen
 
-__all__ = ["LengthError", "SampleLengths", "find_lengths", "told_lengths"]
+__all__ = ["LengthError", "SampleLengths", "SessionError", "find_lengths", "told_lengths"]
+__all__ += ["told_sessions"]
 
 _MASKS = ("attention_mask", "mask")
 _LABELS = "labels"
@@ -25,6 +27,10 @@ _IGNORED = -100
 
 class LengthError(ValueError):
     """What a module says of its batch's lengths does not fit the batch."""
+
+
+class SessionError(ValueError):
+    """What a module says of its batch's sessions does not fit the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,43 @@ def told_lengths(
             raise LengthError(msg)
         chosen[str(name)] = which
     return SampleLengths(found, chosen)
+
+
+def told_sessions(given: Any, num_samples: int) -> tuple[Hashable, ...]:
+    """Return the session of each sample, as a module has told it.
+
+    Args:
+        given: A tensor or an array, or any values that can be hashed.
+        num_samples: Samples of the batch.
+
+    Raises:
+        SessionError: There is not one a sample, or they cannot be hashed.
+
+    Example:
+        >>> told_sessions(torch.tensor([4, 4, 7]), 3), told_sessions(["a", torch.tensor(2)], 2)
+        ((4, 4, 7), ('a', 2))
+    """
+    if isinstance(given, Tensor | np.ndarray):
+        given = given.reshape(-1).tolist()
+    values = tuple(given) if isinstance(given, Iterable) else (given,)
+    # Tensors are hashed by what they are, not by what they hold.
+    found = tuple(x.tolist() if isinstance(x, Tensor | np.ndarray) else x for x in values)
+    if len(found) != num_samples or not all(map(_is_hashable, found)):
+        msg = (
+            f"sample_sessions() returned {given!r} for a batch of {num_samples} samples. Rule: one "
+            "value a sample, which can be hashed. Remedy: return a number or a name of each "
+            "sample's session"
+        )
+        raise SessionError(msg)
+    return found
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # such as a tuple with a list in it
+        return False
+    return True
 
 
 def find_lengths(batch: Any, padding: PaddingSeen | None = None) -> SampleLengths | None:

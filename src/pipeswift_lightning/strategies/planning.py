@@ -21,7 +21,12 @@ from pipeswift_lightning.plan.search import Choice, choose_plan
 from pipeswift_lightning.plan.workload import Layout, Workload
 from pipeswift_lightning.runtime.batching import tensors_by_path
 from pipeswift_lightning.runtime.formed import form_batches
-from pipeswift_lightning.runtime.lengths import SampleLengths, find_lengths, told_lengths
+from pipeswift_lightning.runtime.lengths import (
+    SampleLengths,
+    find_lengths,
+    told_lengths,
+    told_sessions,
+)
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.padding import PaddingSeen
 from pipeswift_lightning.strategies.options import PipelineOptions
@@ -238,7 +243,7 @@ class StepPlanner:
         if call.packed:
             layout = Layout.PACKED
         hook = getattr(self.module, "sample_sessions", None)
-        sessions = tuple(hook(call.batch)) if callable(hook) else None
+        sessions = told_sessions(hook(call.batch), call.num_samples) if callable(hook) else None
         return _Known(lengths, layout, free, sessions)
 
     def _lengths(self, call: StepCall, padding: PaddingSeen) -> SampleLengths | None:
