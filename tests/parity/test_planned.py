@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
@@ -18,7 +19,7 @@ from pipeswift_lightning.callbacks import TopologyCheckpoint
 from pipeswift_lightning.plan.costs import CostError
 from pipeswift_lightning.strategies import planning
 from pipeswift_lightning.strategies.options import OptionError
-from tests.helpers.networks import Padded
+from tests.helpers.networks import Padded, pad
 from tests.helpers.parity import TOLERANCE, Failures, Outcome, compare, fit, lone_trainer, plain
 from tests.helpers.planned import (
     Packed,
@@ -201,6 +202,34 @@ def test_real_tokens_that_look_like_padding_are_not_cut_off(
         found.append(dict(module.named_parameters()))
     for name, parameter in found[0].items():
         assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name
+
+
+class Wider(Padded):
+    """Tells of a tensor that only training batches have."""
+
+    length_dims = {"ids": 1, "mask": 1, "wide": 1}  # noqa: RUF012 -- as a user writes it
+
+    def sample_lengths(self, batch: Any) -> Tensor:
+        return (batch["wide"] > 0).sum(1)
+
+
+def lengths_of_mask(module: Padded, batch: Any) -> Tensor:
+    return batch["mask"].sum(1)
+
+
+def widened(rows: Any) -> dict[str, Any]:
+    batch = pad(rows)
+    return {**batch, "wide": batch["ids"]}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_hooks_of_training_batches_may_not_fit_a_sanity_check(cost_file: Path, told: bool) -> None:
+    kind = Wider if told else type("OnlyDims", (Wider,), {"sample_lengths": lengths_of_mask})
+    module = kind()
+    strategy = PipeSwiftStrategy(costs=cost_file, micro_batches=2, loss="per_sample")
+    trainer = lone_trainer(strategy, max_steps=1, precision="64-true", num_sanity_val_steps=1)
+    trainer.fit(module, loader(widened, num=8), loader(num=4))
+    assert trainer.global_step == 1
 
 
 def test_costs_that_do_not_fit_are_refused(tmp_path: Path) -> None:

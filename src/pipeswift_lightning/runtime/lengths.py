@@ -105,7 +105,9 @@ def told_sessions(given: Any, num_samples: int) -> tuple[Hashable, ...]:
         given = given.reshape(-1).tolist()
     values = tuple(given) if isinstance(given, Iterable) else (given,)
     # Tensors are hashed by what they are, not by what they hold.
-    found = tuple(x.tolist() if isinstance(x, Tensor | np.ndarray) else x for x in values)
+    found: tuple[Any, ...] = tuple(
+        x.tolist() if isinstance(x, Tensor | np.ndarray) else x for x in values
+    )
     if len(found) != num_samples or not all(map(_is_hashable, found)):
         msg = (
             f"sample_sessions() returned {given!r} for a batch of {num_samples} samples. Rule: one "

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.plan.cost_model import CostModel, Shape
@@ -105,8 +106,7 @@ class StepPlanner:
             call: A step on the batch.
             partition: The partition, if it is fixed.
         """
-        # Other ranks do not look at this batch, so it must not be remembered.
-        workload = self._workload(model, call, self._known(call, self._padding.copy()), partition)
+        workload = self._workload(model, call, self._known_first(call), partition)
         wanted = self._wanted(call)
         return choose_plan(workload, num_micro_batches=wanted, schedules=self._schedules)
 
@@ -235,16 +235,30 @@ class StepPlanner:
     def _splits_itself(self) -> bool:
         return callable(getattr(self.module, "split_batch", None))
 
+    def _known_first(self, call: StepCall) -> _Known:
+        # Other ranks do not look at this batch, so it must not be remembered.
+        padding = self._padding.copy()
+        try:
+            return self._known(call, padding)
+        except Exception as error:
+            if call.training:
+                raise
+            # A sanity check's batch may lack what the module's hooks read in training batches.
+            rank_zero_info(
+                f"pipeswift: what {type(self.module).__name__} tells of its batches does not fit "
+                f"the first, of {call.hook} ({error!r}): it is planned by its width."
+            )
+        packed = isinstance(call.source, PackedBatch)
+        lengths = SampleLengths(call.source.lengths, {}) if packed else _equal_lengths(call)
+        return _Known(lengths, _layout(call), packed, None)
+
     def _known(self, call: StepCall, padding: PaddingSeen) -> _Known:
-        lengths, layout = self._lengths(call, padding), Layout.PADDED
+        lengths = self._lengths(call, padding)
         free = lengths is not None and not self._splits_itself
-        if lengths is None:
-            lengths = SampleLengths((_width(call.batch, call.num_samples),) * call.num_samples, {})
-        if call.packed:
-            layout = Layout.PACKED
+        lengths = lengths or _equal_lengths(call)
         hook = getattr(self.module, "sample_sessions", None)
         sessions = told_sessions(hook(call.batch), call.num_samples) if callable(hook) else None
-        return _Known(lengths, layout, free, sessions)
+        return _Known(lengths, _layout(call), free, sessions)
 
     def _lengths(self, call: StepCall, padding: PaddingSeen) -> SampleLengths | None:
         if isinstance(call.source, PackedBatch):
@@ -298,6 +312,16 @@ class StepPlanner:
             warm_up=options.warm_up,
             sizes=call.sizes if isinstance(options.micro_batches, tuple) else None,
         )
+
+
+def _layout(call: StepCall) -> Layout:
+    return Layout.PACKED if call.packed else Layout.PADDED
+
+
+def _equal_lengths(call: StepCall) -> SampleLengths:
+    """Return the lengths of a batch's samples as if they were all as long as it is wide."""
+    width = _width(call.batch, call.num_samples)
+    return SampleLengths((width,) * call.num_samples, {})
 
 
 def _width(batch: Any, rows: int) -> int:
