@@ -232,6 +232,22 @@ def test_hooks_of_training_batches_may_not_fit_a_sanity_check(cost_file: Path, t
     assert trainer.global_step == 1
 
 
+@pytest.mark.parametrize("number", [2, 1, None])
+def test_one_stage_is_planned_whatever_its_first_batch_is(
+    cost_file: Path, number: int | None
+) -> None:
+    active = []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            active.append(trainer.strategy.session.planner.active)
+
+    strategy = PipeSwiftStrategy(costs=cost_file, micro_batches=number, loss="per_sample")
+    trainer = lone_trainer(strategy, max_steps=1, num_sanity_val_steps=1, callbacks=[Record()])
+    trainer.fit(Padded(), loader(num=8), loader(num=1))
+    assert active == [number == 2]
+
+
 def test_costs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for text, problem in (
         (None, "cannot be read"),
