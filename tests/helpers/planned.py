@@ -49,8 +49,8 @@ class Sessions(Padded):
     def sample_lengths(self, batch: Any) -> list[int]:
         return batch["mask"].sum(1).tolist()
 
-    def sample_sessions(self, batch: Any) -> list[int]:
-        return [i // 2 for i in range(len(batch["ids"]))]
+    def sample_sessions(self, batch: Any) -> Tensor:
+        return torch.arange(len(batch["ids"])) // 2
 
 
 class PaddingCounts(Padded):
@@ -80,6 +80,29 @@ class Returning(Padded):
             for x in self.returned
         )
         self.log("returned", total)
+
+
+class Translated(Padded):
+    """Has a target for each source, of a length of its own."""
+
+    def per_sample(self, batch: Any) -> Tensor:
+        source, mask, target = batch["src"], batch["mask"], batch["tgt"]
+        logits = (self.model(source, mask=mask) * mask[..., None]).sum(1)
+        missed, real = -logits.log_softmax(1).gather(1, target), target > 0
+        return (missed * real).sum(1) / real.sum(1)
+
+
+def translation(source: Sequence[int], target: Sequence[int], last: int) -> dict[str, Tensor]:
+    """A batch of rows of these lengths, whose targets all end in the same token."""
+    draw = torch.Generator().manual_seed(5)
+    rows = [torch.randint(1, VOCABULARY, (n,), generator=draw) for n in (*source, *target)]
+    src, tgt = (
+        nn.utils.rnn.pad_sequence(part, batch_first=True)
+        for part in (rows[: len(source)], rows[len(source) :])
+    )
+    for row, length in zip(tgt, target, strict=True):
+        row[length - 1] = last
+    return {"src": src, "mask": src > 0, "tgt": tgt}
 
 
 def token_rows(rows: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -146,11 +169,18 @@ class Packed(Base):
         seen = (owner[:, None] == owner[None, :]).tril()[None, None]
         logits = self.model(batch["ids"][None], seen)[0]
         loss = functional.cross_entropy(logits, batch["labels"])
-        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        self.log("train/loss" if self.training else "val/loss", loss, on_epoch=True)
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
 
 
 packed = partial(loader, with_labels)
+
+
+def packed_and_validated() -> tuple[DataLoader, DataLoader]:
+    return packed(), packed(num=21)
 
 
 def quick_choice(workload: Workload, **options: Any) -> Choice:

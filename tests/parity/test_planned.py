@@ -11,13 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import TopologyCheckpoint
 from pipeswift_lightning.plan.costs import CostError
 from pipeswift_lightning.strategies import planning
 from pipeswift_lightning.strategies.options import OptionError
-from tests.helpers.networks import Padded
+from tests.helpers.networks import Padded, pad
 from tests.helpers.parity import TOLERANCE, Failures, Outcome, compare, fit, lone_trainer, plain
 from tests.helpers.planned import (
     Packed,
@@ -25,12 +27,15 @@ from tests.helpers.planned import (
     Returning,
     Sessions,
     Tokens,
+    Translated,
     costs,
     loader,
     packed,
+    packed_and_validated,
     quick_choice,
     random_choice,
     token_rows,
+    translation,
 )
 
 tokens = partial(loader, token_rows)
@@ -57,6 +62,8 @@ CASES: dict[str, Case] = {
     "own loss": (lambda: Tokens(own_loss=True), tokens, {}, {}),
     "packed": (Packed, packed, {}, {}),
     "packed, told": (Packed, packed, BY_TOKENS, {}),
+    "packed, validated": (Packed, packed_and_validated, {}, {}),
+    "packed, told, validated": (Packed, packed_and_validated, BY_TOKENS, {}),
     "accumulated": (Padded, loader, NOW, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
     "returned": (Returning, loader, NOW, {}),
 }
@@ -170,6 +177,75 @@ def test_any_plan_trains_as_plain_lightning_does(cost_file: Path, seed: int) -> 
         found.append(dict(module.named_parameters()))
     for name, parameter in found[0].items():
         assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name
+
+
+OTHERS = [translation([5, 4, 6, 3], [2, 3, 3, 1], 1), translation([3, 7, 4, 6], [4, 2, 3, 1], 2)]
+LONE = [translation([6, 6, 6, 5], [6, 6, 6, 6], last) for last in (7, 8)]
+ALIKE = [translation([6, 6, 5, 5], [6, 6, 6, 6], 9)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "trim"),
+    [([*LONE, *OTHERS, *LONE], True), ([*OTHERS, *OTHERS[:1], *ALIKE, *OTHERS], "auto")],
+    ids=["a lone last token", "last tokens that are alike"],
+)
+def test_real_tokens_that_look_like_padding_are_not_cut_off(
+    cost_file: Path, batches: list[Any], trim: Any
+) -> None:
+    found = []
+    planned = PipeSwiftStrategy(costs=cost_file, micro_batches=4, loss="per_sample", trim=trim)
+    for strategy in ("auto", planned):
+        torch.manual_seed(0)
+        module = Translated()
+        trainer = lone_trainer(strategy, max_epochs=1, precision="64-true", num_sanity_val_steps=0)
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        found.append(dict(module.named_parameters()))
+    for name, parameter in found[0].items():
+        assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name
+
+
+class Wider(Padded):
+    """Tells of a tensor that only training batches have."""
+
+    length_dims = {"ids": 1, "mask": 1, "wide": 1}  # noqa: RUF012 -- as a user writes it
+
+    def sample_lengths(self, batch: Any) -> Tensor:
+        return (batch["wide"] > 0).sum(1)
+
+
+def lengths_of_mask(module: Padded, batch: Any) -> Tensor:
+    return batch["mask"].sum(1)
+
+
+def widened(rows: Any) -> dict[str, Any]:
+    batch = pad(rows)
+    return {**batch, "wide": batch["ids"]}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_hooks_of_training_batches_may_not_fit_a_sanity_check(cost_file: Path, told: bool) -> None:
+    kind = Wider if told else type("OnlyDims", (Wider,), {"sample_lengths": lengths_of_mask})
+    module = kind()
+    strategy = PipeSwiftStrategy(costs=cost_file, micro_batches=2, loss="per_sample")
+    trainer = lone_trainer(strategy, max_steps=1, precision="64-true", num_sanity_val_steps=1)
+    trainer.fit(module, loader(widened, num=8), loader(num=4))
+    assert trainer.global_step == 1
+
+
+@pytest.mark.parametrize("number", [2, 1, None])
+def test_one_stage_is_planned_whatever_its_first_batch_is(
+    cost_file: Path, number: int | None
+) -> None:
+    active = []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            active.append(trainer.strategy.session.planner.active)
+
+    strategy = PipeSwiftStrategy(costs=cost_file, micro_batches=number, loss="per_sample")
+    trainer = lone_trainer(strategy, max_steps=1, num_sanity_val_steps=1, callbacks=[Record()])
+    trainer.fit(Padded(), loader(num=8), loader(num=1))
+    assert active == [number == 2]
 
 
 def test_costs_that_do_not_fit_are_refused(tmp_path: Path) -> None:

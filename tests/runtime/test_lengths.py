@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipeswift_lightning.runtime.formed import form_batches, in_data_order
-from pipeswift_lightning.runtime.lengths import LengthError, find_lengths, told_lengths
+from pipeswift_lightning.runtime.lengths import (
+    LengthError,
+    SessionError,
+    find_lengths,
+    told_lengths,
+    told_sessions,
+)
 from pipeswift_lightning.runtime.packed import PackedBatch, pack_samples
+from pipeswift_lightning.runtime.padding import PaddingSeen
 
 LENGTHS = (3, 1, 5, 2)
 WIDEST = 6
@@ -70,6 +77,23 @@ def test_nothing_is_trimmed_that_could_matter(name: str) -> None:
     assert find_lengths(padded(**REFUSED[name])) is None
 
 
+def one_short(target: list[list[int]]) -> dict[str, Tensor]:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    return {"src": mask * 5, "mask": mask, "tgt": torch.tensor(target)}
+
+
+def test_a_lone_cell_is_padding_once_another_batch_says_the_same() -> None:
+    seen = PaddingSeen()
+    batches = [one_short([[1, 2, 3], [4, 5, last]]) for last in (0, 0, 6, 0)]
+    assert [find_lengths(batch, seen) is not None for batch in batches] == [False, True] + 2 * [
+        False
+    ]
+    resumed = PaddingSeen()
+    resumed.load_state(seen.state())
+    assert find_lengths(batches[0], resumed) is None
+    assert find_lengths({**batches[0], "tgt": torch.zeros(2)}, resumed) is not None
+
+
 def test_labels_beyond_the_mask_are_kept() -> None:
     labels = torch.full((4, WIDEST), -100)
     labels[1, 4] = 7
@@ -86,6 +110,12 @@ def test_what_a_module_tells_has_to_fit_its_batch() -> None:
         told_lengths(batch, LENGTHS, {"ids": 1})
     with pytest.raises(LengthError, match=r"\[0\]. Rule: "):
         told_lengths(batch, LENGTHS, {"input_ids": 0})
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), ["a", "b"], [[1], [2], [3], [4]], None])
+def test_sessions_that_do_not_fit_their_batch_are_refused(wrong: Any) -> None:
+    with pytest.raises(SessionError, match=r"(?s) for a batch of 4 samples. Rule: .* Remedy: "):
+        told_sessions(wrong, 4)
 
 
 @settings(max_examples=50)

@@ -1,19 +1,23 @@
 """How long each sample of a collated batch is, and which dims of its tensors that concerns.
 
 A batch is trimmed only where nothing can be lost. Its mask must say that every row is padded at the
-end; what is cut off must be under the mask, without a label, and the same padding everywhere.
+end; what is cut off must be under the mask, without a label, and the same padding everywhere, as
+in all batches before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipeswift_lightning.runtime.batching import num_samples, tensors_by_path
+from pipeswift_lightning.runtime.padding import PaddingSeen
 
-__all__ = ["LengthError", "SampleLengths", "find_lengths", "told_lengths"]
+__all__ = ["LengthError", "SampleLengths", "SessionError", "find_lengths", "told_lengths"]
+__all__ += ["told_sessions"]
 
 _MASKS = ("attention_mask", "mask")
 _LABELS = "labels"
@@ -23,6 +27,10 @@ _IGNORED = -100
 
 class LengthError(ValueError):
     """What a module says of its batch's lengths does not fit the batch."""
+
+
+class SessionError(ValueError):
+    """What a module says of its batch's sessions does not fit the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +87,54 @@ def told_lengths(
     return SampleLengths(found, chosen)
 
 
-def find_lengths(batch: Any) -> SampleLengths | None:
+def told_sessions(given: Any, num_samples: int) -> tuple[Hashable, ...]:
+    """Return the session of each sample, as a module has told it.
+
+    Args:
+        given: A tensor or an array, or any values that can be hashed.
+        num_samples: Samples of the batch.
+
+    Raises:
+        SessionError: There is not one a sample, or they cannot be hashed.
+
+    Example:
+        >>> told_sessions(torch.tensor([4, 4, 7]), 3), told_sessions(["a", torch.tensor(2)], 2)
+        ((4, 4, 7), ('a', 2))
+    """
+    if isinstance(given, Tensor | np.ndarray):
+        given = given.reshape(-1).tolist()
+    values = tuple(given) if isinstance(given, Iterable) else (given,)
+    # Tensors are hashed by what they are, not by what they hold.
+    found: tuple[Any, ...] = tuple(
+        x.tolist() if isinstance(x, Tensor | np.ndarray) else x for x in values
+    )
+    if len(found) != num_samples or not all(map(_is_hashable, found)):
+        msg = (
+            f"sample_sessions() returned {given!r} for a batch of {num_samples} samples. Rule: one "
+            "value a sample, which can be hashed. Remedy: return a number or a name of each "
+            "sample's session"
+        )
+        raise SessionError(msg)
+    return found
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:  # such as a tuple with a list in it
+        return False
+    return True
+
+
+def find_lengths(batch: Any, padding: PaddingSeen | None = None) -> SampleLengths | None:
     """Return what may be trimmed of a batch that tells; ``None`` if it does not.
 
     It tells by a mask ``[N, T]``, called ``attention_mask`` or ``mask``, true at tokens. All
     tensors are looked at: one that might, or might not, run over the tokens makes this ``None``.
+
+    Args:
+        batch: The batch.
+        padding: What padding was in earlier batches; takes what it is in this one.
 
     Example:
         >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -100,6 +151,7 @@ def find_lengths(batch: Any) -> SampleLengths | None:
         return None
     rows, whole = mask.shape
     padded = torch.arange(whole, device=mask.device) >= lengths[:, None]
+    padding, unsure = padding or PaddingSeen(), False
     dims: dict[str, tuple[int, ...]] = {}
     for path, tensor in tensors_by_path(batch):
         found = _dims(tensor, rows, whole)
@@ -109,10 +161,11 @@ def find_lengths(batch: Any) -> SampleLengths | None:
             continue
         if not isinstance(tensor, Tensor):
             return None
-        if path.rpartition(".")[2] not in _POSITIONS and not _is_padding(tensor, found, padded):
-            return None
+        if path.rpartition(".")[2] not in _POSITIONS:
+            cells = _under_padding(tensor, found, padded)
+            unsure |= not padding.takes(path, cells, int(padded.sum()))
         dims[path] = found
-    return SampleLengths(tuple(lengths.tolist()), dims)
+    return None if unsure else SampleLengths(tuple(lengths.tolist()), dims)
 
 
 def _mask(batch: Any, name: str) -> Tensor | None:
@@ -154,15 +207,13 @@ def _dims(tensor: Any, rows: int, whole: int) -> tuple[int, ...] | None:
             return None
 
 
-def _is_padding(tensor: Tensor, dims: Sequence[int], padded: Tensor) -> bool:
-    """Whether a tensor holds one value wherever a row has no token.
+def _under_padding(tensor: Tensor, dims: Sequence[int], padded: Tensor) -> Tensor:
+    """Return what a tensor holds wherever a row has no token.
 
     Of a mask of pairs of tokens: wherever a token looks at padding. What padding looks at does not
     matter.
     """
     if len(dims) == 1:
-        cut = tensor.movedim(dims[0], 1)[padded]
-    else:
-        seen = ~padded[:, :, None] & padded[:, None, :]
-        cut = tensor.movedim(tuple(dims), (1, 2))[seen]
-    return cut.numel() == 0 or bool((cut == cut.reshape(-1)[0]).all())
+        return tensor.movedim(dims[0], 1)[padded]
+    seen = ~padded[:, :, None] & padded[:, None, :]
+    return tensor.movedim(tuple(dims), (1, 2))[seen]

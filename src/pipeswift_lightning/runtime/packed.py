@@ -49,6 +49,9 @@ def _rows(value: Any, samples: Sequence[int], tokens: Sequence[int], lengths: Se
 def pack_samples(samples: Sequence[Mapping[str, Any]]) -> PackedBatch:
     """Put samples one behind the other; a loader's ``collate_fn``.
 
+    A mean over tokens is logged without ``batch_size``, or with its number of tokens: with the
+    number of samples, it is weighted by samples where no check tells (``loss="per_sample"``).
+
     Args:
         samples: Of each, tensors with a row a token, all equally many, and numbers.
 

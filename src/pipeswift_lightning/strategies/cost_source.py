@@ -1,5 +1,6 @@
 """Where a run's costs come from: one rank has them, and all plan with the same."""
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -8,7 +9,6 @@ import torch.distributed as dist
 
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.costs import CostError
-from pipeswift_lightning.runtime.profiler import ProfileError
 
 __all__ = ["from_rank_zero", "read_costs"]
 
@@ -49,21 +49,37 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     Raises:
         CostError: The first rank found the costs wrong; on every rank.
         ProfileError: It could not measure them; on every rank.
+        Exception: Whatever else has failed, such as a hook of the user's module; on every rank,
+            as a `RuntimeError` where it cannot be sent.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return compute()
     box: list[T | Exception] = []
+    failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
             box.append(compute())
-        except (
-            ValueError,
-            ProfileError,
-        ) as error:  # of the costs, or nothing fits them: all ranks are to know
-            box.append(error)
+        except Exception as error:  # noqa: BLE001 -- all are to know, none is to wait for costs
+            failed = error
+            box.append(_as_sent(error))
     else:
         box.append(CostError())
     dist.broadcast_object_list(box, src=0)
+    if failed is not None:
+        raise failed
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]
+
+
+def _as_sent(error: Exception) -> Exception:
+    """Return an error that other ranks can read, with where it comes from."""
+    where = "pipeswift: on rank 0, which plans for all ranks from its first batch"
+    error.add_note(where)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 -- errors may hold anything, and be made in any way
+        sent: Exception = RuntimeError(f"{type(error).__name__}: {error}")
+        sent.add_note(where)
+        return sent
+    return error

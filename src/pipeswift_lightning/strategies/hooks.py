@@ -296,7 +296,12 @@ class StepRunner:
     def _scope_of_evaluation(
         self, hook: StepHook, call: StepCall, trace: StepTrace
     ) -> tuple[StepCall, LossScope, None]:
-        """Join the network's own loss by the weights that training has found, if they hold here."""
+        """Join the network's own loss by the weights that training has found, if they hold here.
+
+        Packed rows are no samples: there is nothing that could be split as the micro-batches are.
+        """
+        if call.packed:
+            return call.in_one(), LossScope.PER_SAMPLE, None
         counted = self._shares(call, trace)
         weighting = self._policy.settled(counted)
         step = self._evaluated.get(hook, 0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -36,7 +37,7 @@ from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["CostSource", "cost_path", "measured_costs"]
+__all__ = ["CostSource", "cost_path", "keep_costs", "measured_costs"]
 
 MEASURE = "measure"
 COST_FILE = "pipeswift_costs.json"
@@ -82,9 +83,25 @@ class CostSource:
 
 
 def cost_path(trainer: Trainer) -> Path:
-    """Return where a run keeps its costs: beside its checkpoints, else in its folder."""
+    """Return where a run keeps its costs: beside its checkpoints, else in its folder.
+
+    That is a folder of this machine: checkpoints, and the run's folder, may be on a remote store.
+    """
     folders = [getattr(callback, "dirpath", None) for callback in _callbacks(trainer)]
-    return Path(next((f for f in folders if f), trainer.default_root_dir)) / COST_FILE
+    local = (f for f in (*folders, trainer.default_root_dir) if f and "://" not in str(f))
+    return Path(next(local, Path.cwd())) / COST_FILE
+
+
+def keep_costs(profile: CostProfile, path: Path) -> None:
+    """Write a profile for the next run; where that cannot be, this run goes on all the same."""
+    try:
+        write_profile(profile, path)
+    except OSError as error:
+        rank_zero_warn(
+            f"pipeswift: the measured costs could not be kept in {path}: {error}. This run uses "
+            "them all the same; the next one measures again. Give ModelCheckpoint or the Trainer "
+            "a folder that can be written (dirpath, default_root_dir)."
+        )
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:
@@ -130,7 +147,7 @@ def measured_costs(
         clones = tree_map_only(Tensor, torch.clone, micro_batches)
         profile = profile_network(subject, clones, shapes=shapes, options=options)
     profile = profile.with_link(link)
-    write_profile(profile, path)
+    keep_costs(profile, path)
     return profile.model()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.plan.cost_model import CostModel, Shape
@@ -21,8 +22,14 @@ from pipeswift_lightning.plan.search import Choice, choose_plan
 from pipeswift_lightning.plan.workload import Layout, Workload
 from pipeswift_lightning.runtime.batching import tensors_by_path
 from pipeswift_lightning.runtime.formed import form_batches
-from pipeswift_lightning.runtime.lengths import SampleLengths, find_lengths, told_lengths
+from pipeswift_lightning.runtime.lengths import (
+    SampleLengths,
+    find_lengths,
+    told_lengths,
+    told_sessions,
+)
 from pipeswift_lightning.runtime.packed import PackedBatch
+from pipeswift_lightning.runtime.padding import PaddingSeen
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.step import StepCall
 
@@ -75,6 +82,9 @@ class StepPlanner:
         self._chosen: OrderedDict[Hashable, Candidate] = OrderedDict()
         self.trims = options.trim is not False
         self.checks = 0
+        self._padding = PaddingSeen()  # of this pipeline's batches: all its ranks see the same
+        self._looked: set[str] = set()  # what was cut off when checks have compared
+        self._cut = ""
         self.choice: Candidate | None = None
         self._mean: Shape | None = None
 
@@ -96,7 +106,7 @@ class StepPlanner:
             call: A step on the batch.
             partition: The partition, if it is fixed.
         """
-        workload = self._workload(model, call, self._known(call), partition)
+        workload = self._workload(model, call, self._known_first(call), partition)
         wanted = self._wanted(call)
         return choose_plan(workload, num_micro_batches=wanted, schedules=self._schedules)
 
@@ -141,7 +151,9 @@ class StepPlanner:
         """Return the step with its micro-batches as the costs choose them."""
         if self._model is None or self._partition is None:
             return call
-        known = self._known(call)
+        known = self._known(call, self._padding)
+        dims = sorted(known.lengths.dims.items())
+        self._cut = str([(path, which, self._padding.value(path)) for path, which in dims])
         key = (known.lengths.lengths, known.layout, known.free, known.sessions, call.sizes)
         choice = self._chosen.get(key)
         if choice is None:
@@ -173,12 +185,15 @@ class StepPlanner:
     def is_checked(self, planned: StepCall) -> bool:
         """Whether a step's trimmed micro-batches are to be compared with untrimmed ones.
 
-        Packed ones are not: that the loss may see micro-batches has been found with them.
+        They are when what is cut off is new, a tensor or its padding, and now and then. Packed ones
+        are not: that the loss may see micro-batches has been found with them.
         """
-        if self._options.trim != "auto" or not planned.trimmed or planned.packed:
+        if self._options.trim != "auto" or planned.packed or not _is_cut(planned):
             return False
+        new = self._cut not in self._looked
+        self._looked.add(self._cut)
         count, self.checks = self.checks, self.checks + 1
-        return count & (count - 1) == 0
+        return new or count & (count - 1) == 0
 
     def untrimmed(self, planned: StepCall) -> StepCall:
         """Return the same micro-batches with all of their padding."""
@@ -200,6 +215,8 @@ class StepPlanner:
         return {
             "trims": self.trims,
             "checks": self.checks,
+            "padding": self._padding.state(),
+            "looked": sorted(self._looked),
             "number": self._number,
             "largest": self._largest,
         }
@@ -208,6 +225,8 @@ class StepPlanner:
         """Go on from what `state` has returned."""
         self.trims = self.trims and state["trims"]
         self.checks = state["checks"]
+        self._padding.load_state(state.get("padding", {}))
+        self._looked = set(state.get("looked", ()))
         self._number, self._largest = state["number"], state["largest"]
 
     # -- what is known of a batch -------------------------------------------------------------
@@ -216,18 +235,32 @@ class StepPlanner:
     def _splits_itself(self) -> bool:
         return callable(getattr(self.module, "split_batch", None))
 
-    def _known(self, call: StepCall) -> _Known:
-        lengths, layout = self._lengths(call), Layout.PADDED
-        free = lengths is not None and not self._splits_itself
-        if lengths is None:
-            lengths = SampleLengths((_width(call.batch, call.num_samples),) * call.num_samples, {})
-        if call.packed:
-            layout = Layout.PACKED
-        hook = getattr(self.module, "sample_sessions", None)
-        sessions = tuple(hook(call.batch)) if callable(hook) else None
-        return _Known(lengths, layout, free, sessions)
+    def _known_first(self, call: StepCall) -> _Known:
+        # Other ranks do not look at this batch, so it must not be remembered.
+        padding = self._padding.copy()
+        try:
+            return self._known(call, padding)
+        except Exception as error:
+            if call.training:
+                raise
+            # A sanity check's batch may lack what the module's hooks read in training batches.
+            rank_zero_info(
+                f"pipeswift: what {type(self.module).__name__} tells of its batches does not fit "
+                f"the first, of {call.hook} ({error!r}): it is planned by its width."
+            )
+        packed = isinstance(call.source, PackedBatch)
+        lengths = SampleLengths(call.source.lengths, {}) if packed else _equal_lengths(call)
+        return _Known(lengths, _layout(call), packed, None)
 
-    def _lengths(self, call: StepCall) -> SampleLengths | None:
+    def _known(self, call: StepCall, padding: PaddingSeen) -> _Known:
+        lengths = self._lengths(call, padding)
+        free = lengths is not None and not self._splits_itself
+        lengths = lengths or _equal_lengths(call)
+        hook = getattr(self.module, "sample_sessions", None)
+        sessions = told_sessions(hook(call.batch), call.num_samples) if callable(hook) else None
+        return _Known(lengths, _layout(call), free, sessions)
+
+    def _lengths(self, call: StepCall, padding: PaddingSeen) -> SampleLengths | None:
         if isinstance(call.source, PackedBatch):
             return SampleLengths(call.source.lengths, {})
         if not self.trims:
@@ -237,7 +270,7 @@ class StepPlanner:
             return told_lengths(
                 call.batch, hook(call.batch), getattr(self.module, "length_dims", {})
             )
-        return find_lengths(call.batch)
+        return find_lengths(call.batch, padding)
 
     # -- the choice ---------------------------------------------------------------------------
 
@@ -281,12 +314,32 @@ class StepPlanner:
         )
 
 
+def _layout(call: StepCall) -> Layout:
+    return Layout.PACKED if call.packed else Layout.PADDED
+
+
+def _equal_lengths(call: StepCall) -> SampleLengths:
+    """Return the lengths of a batch's samples as if they were all as long as it is wide."""
+    width = _width(call.batch, call.num_samples)
+    return SampleLengths((width,) * call.num_samples, {})
+
+
 def _width(batch: Any, rows: int) -> int:
     """Return the tokens of a sample of a batch that does not tell: its width, if it has ids."""
     for _, tensor in tensors_by_path(batch):
         if tensor.ndim > 1 and tensor.shape[0] == rows and "int" in str(tensor.dtype):
             return max(1, int(tensor.shape[1]))
     return 1
+
+
+def _is_cut(planned: StepCall) -> bool:
+    """Whether a micro-batch lacks padding that the batch has."""
+    whole = dict(tensors_by_path(planned.batch))
+    return planned.trimmed and any(
+        tensor.shape[1:] != whole[path].shape[1:]
+        for part in planned.micro_batches
+        for path, tensor in tensors_by_path(part)
+    )
 
 
 def plan_of(call: StepCall, partition: Partition, options: PipelineOptions, *, whole: bool) -> Plan:

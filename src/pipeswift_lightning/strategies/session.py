@@ -310,7 +310,7 @@ class PipelineSession:
     def _assemble_single(self, call: StepCall) -> None:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
-            plan_one_stage(self.planner, self.options.costs, call, self.partition.num_layers)
+            plan_one_stage(self.planner, self.options, call, self.partition.num_layers)
             self._wrappers.choose(range(len(self.network.layers)), 0, 1)
             self._optimizers.keep_local()
 
@@ -350,10 +350,12 @@ class PipelineSession:
         """While a block runs, intercept nothing, and keep the metrics as they are."""
         self.cut.remove()
         self._wrappers.remove()
-        with self._metrics.untouched():
-            yield
-        self._wrappers.install()
-        self.cut.install()
+        try:
+            with self._metrics.untouched():
+                yield
+        finally:
+            self._wrappers.install()
+            self.cut.install()
 
     # -- gradients, timeline, end -------------------------------------------------------------
 

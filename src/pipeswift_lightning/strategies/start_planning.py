@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.strategies.cost_source import from_rank_zero, read_costs
+from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.planning import StepPlanner
 from pipeswift_lightning.strategies.step import StepCall
 
@@ -72,10 +73,16 @@ def start_planning(
 
 
 def plan_one_stage(
-    planner: StepPlanner, costs: str | None, call: StepCall, num_layers: int
+    planner: StepPlanner, options: PipelineOptions, call: StepCall, num_layers: int
 ) -> None:
-    """Plan the micro-batches of a single stage, if there are several and a file of costs."""
-    if costs is not None and costs != "measure" and len(call.sizes) > 1:
+    """Plan the micro-batches of a single stage, if there are to be several and a file of costs.
+
+    What the first batch is does not matter: replicas, which see others, must all take part, and
+    later batches may be larger.
+    """
+    costs, wanted = options.costs, options.micro_batches
+    number = len(wanted) if isinstance(wanted, tuple) else wanted or 1
+    if costs is not None and costs != "measure" and number > 1:
         start_planning(planner, partial(read_costs, costs, num_layers), call, num_layers)
 
 

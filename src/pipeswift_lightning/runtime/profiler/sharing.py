@@ -146,9 +146,9 @@ def read_profile(path: str | os.PathLike[str], origin: Origin) -> CostProfile | 
     Otherwise a notice in the log says what is different.
     """
     file = Path(path)
-    if not file.is_file():
-        return None
     try:
+        if not file.is_file():
+            return None
         profile = CostProfile.from_json(file.read_text())
     except (CostError, OSError, UnicodeDecodeError) as error:
         _log.warning("%s is measured anew: %s", file, error)
