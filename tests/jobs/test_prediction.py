@@ -48,7 +48,7 @@ def test_closed_form_of_equal_stages(tmp_path) -> None:
     """From one member all work is taken to be divisible: (m + p - 1) rounds of W / (p m)."""
     predictor = learned(tmp_path, (2, 4, 2.5))
     work_s = 3 + 2 * 4 * 0.01
-    for schedule in ("1f1b", "gpipe"):
+    for schedule in ("1f1b", "gpipe", "auto"):  # without costs, auto is 1F1B
         predicted = predictor.predict(member(4, 8, schedule))
         assert predicted == pytest.approx((8 + 3) * work_s / 32)
     assert predictor.best_measured_s(member(4, 2)) == 2.5

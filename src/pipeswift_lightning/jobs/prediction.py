@@ -58,10 +58,11 @@ class PipelineShape:
         else:
             return None
         warm_up: Any = strategy.get("warm_up")
+        is_default = strategy.schedule == "auto" and strategy.get("costs") is None
         return cls(
             num_stages=stages,
             num_micro_batches=number,
-            schedule=strategy.schedule,
+            schedule="1f1b" if is_default else strategy.schedule,
             warm_up=list(warm_up) if OmegaConf.is_list(warm_up) else warm_up,
         )
 
