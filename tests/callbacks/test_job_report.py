@@ -146,6 +146,46 @@ def test_a_run_that_fails_says_why(tmp_path) -> None:
     assert report["job_completion_s"] == pytest.approx(sum(report[part] for part in PARTS))
 
 
+def test_a_test_that_fails_after_the_fit_is_the_status_too(tmp_path) -> None:
+    """The report once said `finished`, with an error."""
+
+    class Untested(Sleeper):
+        is_broken = False
+
+        def on_fit_start(self):
+            if self.is_broken:
+                raise RuntimeError("broken")
+
+        def test_step(self, batch, batch_idx):
+            raise RuntimeError("boom")
+
+    report, module = JobReport(), Untested()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[report],
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    data = DataLoader(torch.ones(2, 3), batch_size=2)
+    trainer.fit(module, data)
+    finished = json.loads((tmp_path / "job.json").read_text())
+    assert finished["status"] == "finished"
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.test(module, data)
+    failed = json.loads((tmp_path / "job.json").read_text())
+    assert failed == {**finished, "status": "failed", "error": "RuntimeError: boom"}
+    module.is_broken = True  # a second fit of the same callback, which fails as it begins
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(module, data)
+    again = json.loads((tmp_path / "job.json").read_text())
+    assert (again["status"], again["steps"]) == ("failed", 0)
+
+
 class Slow(ModelCheckpoint):
     """Saves every other step, and takes its time."""
 

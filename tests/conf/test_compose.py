@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
@@ -75,6 +76,9 @@ def test_every_hyper_parameter_search_names_keys_that_exist(tmp_path) -> None:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = compose("train", [f"hparams_search={path.stem}"], return_hydra_config=True)
         assert cfg.hydra.sweeper.params
+        params = [f"{key}={sweep}" for key, sweep in cfg.hydra.sweeper.params.items()]
+        for override in OverridesParser.create().parse_overrides(params):
+            assert override.is_sweep_override()
         for key in [*cfg.hydra.sweeper.params, *cfg.hydra.sweeper.only_if]:
             assert OmegaConf.select(cfg, key, default="absent") != "absent", key
         assert cfg.optimized_metric

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 
 from pipeswift_lightning.jobs.application import _wait_for_the_end_of, application
 
@@ -77,3 +79,11 @@ def test_the_jobs_own_errors_keep_their_traceback(monkeypatch, tmp_path) -> None
     with pytest.raises(AssertionError, match="composed"):
         started(monkeypatch, tmp_path, "hydra.run.dir=run")
     assert '"failed"' in (tmp_path / "run" / "job_result.json").read_text()
+
+
+def test_an_error_of_a_constructor_is_raised_with_its_cause(capsys) -> None:
+    """Hydra's error about it is one of those that are shown as one line."""
+    with pytest.raises(InstantiationException) as raised, application("train"):
+        instantiate({"_target_": "fractions.Fraction", "_args_": [1, 0]})
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert capsys.readouterr().err == ""

@@ -41,30 +41,61 @@ def test_nothing_is_known_at_first(tmp_path) -> None:
     predictor = StepPredictor()
     predictor.learn(member(2, 4), tmp_path)  # it wrote nothing
     assert predictor.predict(member(2, 4)) is None
-    assert predictor.best_measured_s is None
+    assert predictor.best_measured_s(member(2, 4)) is None
 
 
 def test_closed_form_of_equal_stages(tmp_path) -> None:
     """From one member all work is taken to be divisible: (m + p - 1) rounds of W / (p m)."""
     predictor = learned(tmp_path, (2, 4, 2.5))
     work_s = 3 + 2 * 4 * 0.01
-    for schedule in ("1f1b", "gpipe"):
+    for schedule in ("1f1b", "gpipe", "auto"):  # without costs, auto is 1F1B
         predicted = predictor.predict(member(4, 8, schedule))
         assert predicted == pytest.approx((8 + 3) * work_s / 32)
-    assert predictor.best_measured_s == 2.5
+    assert predictor.best_measured_s(member(4, 2)) == 2.5
 
 
 def test_two_numbers_of_micro_batches_show_the_fixed_cost(tmp_path) -> None:
     predictor = learned(tmp_path, (2, 4, 2.5), (2, 8, 2.0))
     work_s = 3 + 2 * 16 * 0.01
     assert predictor.predict(member(2, 16)) == pytest.approx(17 * work_s / 32)
-    assert predictor.best_measured_s == 2.0
+    assert predictor.best_measured_s(member(4, 2)) == 2.0
 
 
 def test_other_models_and_impossible_members_are_not_predicted(tmp_path) -> None:
     predictor = learned(tmp_path, (2, 4, 2.5))
     assert predictor.predict(member(2, 4, model={"dim": 9})) is None
     assert predictor.predict(member(2, 4, "no_such_schedule")) is None
+
+
+def test_a_member_is_compared_with_its_own_kind(tmp_path) -> None:
+    """A small batch's short step once pruned the large ones, which train more in a second."""
+    small, large = ({"data": {"batch_size": size}} for size in (8, 32))
+    predictor = StepPredictor()
+    for number, (kind, step_s) in enumerate(((small, 0.0625), (large, 0.218))):
+        costs = StepCosts.uniform(2, 4, forward_s=step_s / 20, backward_s=step_s / 10)
+        MeasuredStep(step_s, costs).write(tmp_path / str(number))
+        predictor.learn(member(2, 4, **kind), tmp_path / str(number))
+    assert predictor.best_measured_s(member(2, 8, **small)) == 0.0625
+    assert predictor.best_measured_s(member(2, 8, **large)) == 0.218
+    predicted_s = predictor.predict(member(2, 8, **large))
+    assert predicted_s is not None
+    assert 0.0625 * 1.25 < predicted_s < 0.218
+
+
+def test_a_learning_rate_is_no_other_kind_but_other_work_is(tmp_path) -> None:
+    def model(lr: float, dim: int = 8) -> dict:
+        return {"dim": dim, "optimizer": {"lr": lr, "weight_decay": lr}}
+
+    predictor = StepPredictor()
+    costs = StepCosts.uniform(2, 4, forward_s=0.1, backward_s=0.2)
+    MeasuredStep(2.5, costs).write(tmp_path)
+    predictor.learn(member(2, 4, model=model(0.1)), tmp_path)
+    assert predictor.predict(member(2, 4, model=model(0.2))) is not None
+    assert predictor.best_measured_s(member(2, 4, model=model(0.2))) == 2.5
+    for other in (member(2, 4, model=model(0.1, dim=9)), member(2, 4, model=model(0.1))):
+        other.strategy.compile = other.model.dim == 8
+        assert predictor.predict(other) is None
+        assert predictor.best_measured_s(other) is None
 
 
 @pytest.mark.parametrize(("micro_batches", "number"), [(6, 6), ([1, 2, 3], 3), ("auto", 8)])

@@ -22,12 +22,13 @@ def space(only_if=None, **sweeps: str) -> SearchSpace:
 class Known:
     """Predicts 10 s for b=3, and has measured 1 s."""
 
-    best_measured_s: float | None = None
     learned = 0
 
     def learn(self, cfg: DictConfig, folder: Path) -> None:
-        self.best_measured_s = 1.0
         self.learned += 1
+
+    def best_measured_s(self, cfg: DictConfig) -> float | None:
+        return 1.0 if self.learned else None
 
     def predict(self, cfg: DictConfig) -> float | None:
         return 10.0 if cfg.b == 3 else None
@@ -87,6 +88,18 @@ def test_a_condition_leaves_a_key_alone(tmp_path) -> None:
         found.member(number)
     assert {tuple(r.items()) for r in ran} == {(("a", 1), ("b", 7)), (("a", 5),)}
     found.finish()
+
+
+@pytest.mark.parametrize(
+    ("sweep", "value"), [("null", None), ("false", False), ("1e-3", 0.001), ("[1,2]", [1, 2])]
+)
+def test_a_condition_on_any_value(sweep, value) -> None:
+    """None is written `null`, and once never matched."""
+    trial = optuna.create_study().ask()
+    chosen = space({"b": {"a": value}}, a=f"{sweep},{sweep}", b="choice(7)")
+    assert chosen.choose(trial)["b"] == "7"
+    never = space({"b": {"z": None}}, a="choice(1)", b="choice(7)")  # z is not chosen at all
+    assert "b" not in never.choose(optuna.create_study().ask())
 
 
 @pytest.mark.parametrize(

@@ -12,25 +12,102 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
-TINY = ("experiment=gpt_tiny", "extras=quiet", "trainer.max_steps=5", "logger=wandb")
+TINY = (
+    "experiment=gpt_tiny",
+    "extras=quiet",
+    "trainer.max_steps=2",
+    "trainer.val_check_interval=2",
+    "+trainer.num_sanity_val_steps=0",
+    "trainer.limit_val_batches=1",
+    "data.max_samples=40",
+    "model.dim=8",
+)
 MARK = "PIPESWIFT_TEST_SWEEP"
+WRONG = "strategy.partition=[1,99],null"  # 4 layers; in one stage it is of no account
+CRASH = "+callbacks.last={_target_: os.abort},{_target_: lightning.pytorch.callbacks.Timer}"
+SWEEPS = {
+    "basic": (
+        "hydra/launcher=basic",
+        "trainer.devices=2,1",
+        WRONG,
+        "optimized_metric=val/loss",
+        "logger=wandb",
+    ),
+    "isolated": (
+        "hydra/launcher=isolated",
+        "trainer.devices=1",
+        CRASH,
+        "optimized_metric=val/loss",
+    ),
+    "optuna": (
+        "hydra/sweeper=pipeswift_optuna",
+        "hydra.sweeper.sampler={_target_: optuna.samplers.RandomSampler}",
+        "hydra.sweeper.num_members=2",
+        "hydra.sweeper.predict={_target_: pipeswift_lightning.jobs.prediction.StepPredictor}",
+        "hydra/launcher=basic",
+        "callbacks=step_record",
+        "optimized_metric=step_s.median",
+        "trainer.devices=2",
+        "model.lr=interval(0.001,0.1)",
+    ),
+    **{
+        launcher: (
+            f"hydra/launcher={launcher}",
+            "trainer.devices=2",
+            "callbacks=none",
+            "optimized_metric=val/loss",
+        )
+        for launcher in ("joblib", "submitit_local")
+    },
+}
+# One process runs all sweeps: importing torch and Lightning takes most of each one's time.
+PROGRAM = """
+import json, os, runpy, sys, traceback
+script, sweeps = json.loads(sys.argv[1])
+for folder, arguments in sweeps:
+    os.chdir(folder)
+    sys.argv = [script, "-m", *arguments]
+    code = 0
+    with open("said.txt", "w") as said:
+        kept = os.dup(1), os.dup(2)
+        os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code
+        except Exception:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+    open("code.txt", "w").write(str(code))
+"""
 
 
-def sweep(folder: Path, *arguments: str) -> tuple[int, str]:
-    """Run the recipe in ``folder`` to its end; no process of it may be left."""
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """Run the recipe's sweeps, each in a folder of its own; no process of them may be left."""
+    found = {name: tmp_path_factory.mktemp(name) for name in SWEEPS}
+    sweeps = [(str(found[name]), [*TINY, *more]) for name, more in SWEEPS.items()]
     mark = uuid.uuid4().hex
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "train.py"), "-m", *TINY, *arguments],
-        cwd=folder,
+    subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            json.dumps([str(ROOT / "recipes" / "train.py"), sweeps]),
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), MARK: mark},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=580,
-        check=False,
+        check=True,
     )
     assert left_of(mark) == []
-    return done.returncode, done.stdout
+    return found
+
+
+def ended(folder: Path) -> tuple[int, str]:
+    """A sweep's exit code, and what it said."""
+    return int((folder / "code.txt").read_text()), (folder / "said.txt").read_text()
 
 
 def left_of(mark: str) -> list[str]:
@@ -53,7 +130,7 @@ def only_tree(folder: Path) -> Path:
 
 def files(job: Path) -> set[str]:
     every = {str(path.relative_to(job)) for path in job.rglob("*") if path.is_file()}
-    return {name for name in every if not name.startswith("wandb/") and name not in REPORTS}
+    return {n for n in every if not n.startswith(("wandb/", "csv/")) and n not in REPORTS}
 
 
 def result(job: Path) -> dict:
@@ -74,77 +151,54 @@ ALWAYS = {
     "job_result.json",
     "train.log",
 }
-DONE = ALWAYS | {"checkpoints/last.ckpt", "checkpoints/step-5.ckpt"}
-REPORTS = {"job.json"}
-
-
-WRONG = "strategy.partition=[1,99],null"  # 4 layers; in one stage it is of no account
-CRASH = "+callbacks.last={_target_: os.abort},{_target_: lightning.pytorch.callbacks.Timer}"
+DONE = ALWAYS | {"checkpoints/last.ckpt", "checkpoints/step-2.ckpt"}
+REPORTS = {"job.json", "progress.json"}
 
 
 @pytest.mark.parametrize(
-    ("launcher", "devices", "fault", "error", "ranks"),
+    ("launcher", "world_sizes", "error", "ranks"),
     [
-        ("basic", "2,1", WRONG, "PartitionError: partition=[1, 99]", {"train_rank1.log"}),
-        ("isolated", "2", CRASH, "its process was killed by signal 6", set()),
+        ("basic", (2, 2, 1, 1), "PartitionError: partition=[1, 99]", {"train_rank1.log"}),
+        ("isolated", (1, 1), "its process was killed by signal 6", set()),
     ],
 )
 def test_each_job_has_its_own_ranks_and_a_failed_one_does_not_end_the_sweep(
-    launcher: str, devices: str, fault: str, error: str, ranks: set[str], tmp_path: Path
+    launcher, world_sizes, error, ranks, folders
 ) -> None:
     """The second job once took itself for a rank of the first, and waited for ever.
 
     And what watched over the ranks of a failed job once ended the process in the middle of the
     next one.
     """
-    code, said = sweep(
-        tmp_path,
-        f"hydra/launcher={launcher}",
-        f"trainer.devices={devices}",
-        fault,
-        "optimized_metric=val/loss",
-    )
+    code, said = ended(folders[launcher])
     assert code == 1, said
-    tree = only_tree(tmp_path)
-    num_jobs = 2 * len(devices.split(","))
-    jobs = [tree / str(number) for number in range(num_jobs)]
+    tree = only_tree(folders[launcher])
+    jobs = [tree / str(number) for number in range(len(world_sizes))]
     assert {path.name for path in tree.iterdir()} == {*(j.name for j in jobs), "multirun.yaml"}
     results = [result(job) for job in jobs]
-    assert [r["state"] for r in results] == ["failed", *["completed"] * (num_jobs - 1)], said
+    assert [r["state"] for r in results] == ["failed", *["completed"] * (len(jobs) - 1)], said
     assert results[0]["error"].startswith(error)
     assert files(jobs[0]) == ALWAYS | ranks
     losses = [r["value"] for r in results[1:]]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)
-    for job in jobs[1:]:
-        world_size = 2 if job is jobs[1] else 1
+    for job, world_size in zip(jobs[1:], world_sizes[1:], strict=True):
         assert files(job) == DONE | {f"train_rank{rank}.log" for rank in range(1, world_size)}
-        (report_file,) = (job / name for name in REPORTS if (job / name).is_file())
-        report = json.loads(report_file.read_text())
-        assert (report["world_size"], report["steps"]) == (world_size, 5)
+        report = json.loads((job / "job.json").read_text())
+        assert (report["world_size"], report["steps"]) == (world_size, 2)
         configurations = digests(job)
         assert sorted(configurations) == [str(rank) for rank in range(world_size)]
         assert len(set(configurations.values())) == 1
-        (run,) = job.glob("wandb/offline-run-*")
-        (written,) = run.glob("*.wandb")
-        assert tree.name.encode() in written.read_bytes()  # the group
+        if launcher == "basic":
+            (run,) = job.glob("wandb/offline-run-*")
+            (written,) = run.glob("*.wandb")
+            assert tree.name.encode() in written.read_bytes()  # the group
 
 
-def test_an_unseeded_sampler_gives_all_ranks_of_a_job_one_configuration(tmp_path: Path) -> None:
+def test_an_unseeded_sampler_gives_all_ranks_of_a_job_one_configuration(folders) -> None:
     """Each rank once ran the sweep again, with a sampler of its own."""
-    code, said = sweep(
-        tmp_path,
-        "hydra/sweeper=pipeswift_optuna",
-        "hydra.sweeper.sampler={_target_: optuna.samplers.RandomSampler}",
-        "hydra.sweeper.num_members=2",
-        "hydra.sweeper.predict={_target_: pipeswift_lightning.jobs.prediction.StepPredictor}",
-        "hydra/launcher=basic",
-        "callbacks=step_record",
-        "optimized_metric=step_s.median",
-        "trainer.devices=2",
-        "model.lr=interval(0.001,0.1)",
-    )
+    code, said = ended(folders["optuna"])
     assert code == 0, said
-    tree = only_tree(tmp_path)
+    tree = only_tree(folders["optuna"])
     names = {"0", "1", "best.json", "multirun.yaml", "sweep.json"}
     assert {path.name for path in tree.iterdir()} == names
     seen = set()
@@ -164,19 +218,11 @@ def test_an_unseeded_sampler_gives_all_ranks_of_a_job_one_configuration(tmp_path
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_ranks_start_from_processes_that_do_not_know_the_script(
-    launcher: str, tmp_path: Path
-) -> None:
+def test_ranks_start_from_processes_that_do_not_know_the_script(launcher, folders) -> None:
     """Lightning would run joblib's worker again, which ends in an error about `--pipe`."""
-    code, said = sweep(
-        tmp_path,
-        f"hydra/launcher={launcher}",
-        "trainer.devices=2",
-        "callbacks=none",
-        "optimized_metric=val/loss",
-    )
+    code, said = ended(folders[launcher])
     assert code == 0, said
-    job = only_tree(tmp_path) / "0"
+    job = only_tree(folders[launcher]) / "0"
     assert result(job)["state"] == "completed"
     configurations = digests(job)
     assert sorted(configurations) == ["0", "1"]

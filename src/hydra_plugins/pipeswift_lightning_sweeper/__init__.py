@@ -40,8 +40,8 @@ class OptunaSweeper(Sweeper):
         only_if: Conditions: a key of ``params``, and the values that others must have. Else the
             key keeps the configuration's value.
         predict: Predicts a member's step time, as `StepPredictor` does; None starts every member.
-        margin: A member is pruned if its predicted step is longer than the best measured one by
-            more than this share.
+        margin: A member is pruned if its predicted step is longer than the best measured one of
+            its kind by more than this share.
         storage: Optuna's storage, a URL; None keeps the study in memory.
         study_name: The study's name in the storage.
     """

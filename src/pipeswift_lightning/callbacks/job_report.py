@@ -86,12 +86,14 @@ class JobReport(Callback):
         self.dirpath = dirpath
         self.every_n_steps = check_count("JobReport", "every_n_steps", every_n_steps)
         self.peak_flops = peak_flops
-        self.report: Report = {}
+        self.report: Report
         self._file = ProgressFile(Path(_PROGRESS))
         self._earlier: Progress | None = None
         self._clear()
 
     def _clear(self) -> None:
+        self.report = {}
+        self._plan_facts: Report = {}
         self._clock = JobClock()
         self._folder = Path()
         self._rates: Rates | None = None
@@ -252,7 +254,7 @@ class JobReport(Callback):
         measured_bubbles = getattr(trainer.strategy, "measured_bubbles", None)
         if callable(measured_bubbles):
             self._bubbles = measured_bubbles()
-        self.report = _plan_facts(trainer)
+        self._plan_facts = _plan_facts(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -271,14 +273,18 @@ class JobReport(Callback):
         self._clock.stop()
         if trainer.is_global_zero and self._rates is not None:
             stopped = isinstance(exception, KeyboardInterrupt)
-            self._finish(trainer, "interrupted" if stopped else "failed")
+            status = "interrupted" if stopped else "failed"
+            if self.report:  # training is over: its times stay as they are
+                self.report["status"] = status
+            else:
+                self._finish(trainer, status)
             first_line = next(iter(str(exception).splitlines()), "")
             self.report["error"] = f"{type(exception).__name__}: {first_line}"
             self._write()
 
     def _finish(self, trainer: Trainer, status: str) -> None:
         self._clock.account.advance(time.monotonic())
-        plan = self.report or _plan_facts(trainer)
+        plan = self._plan_facts or _plan_facts(trainer)
         self.report = {"status": status, **self._summary(), **plan}
         self.report["strategy"] = type(trainer.strategy).__name__
         self.report["world_size"] = trainer.world_size

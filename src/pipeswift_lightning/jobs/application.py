@@ -15,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import (
     CompactHydraException,
     HydraException,
+    InstantiationException,
     MissingConfigException,
     OverrideParseException,
 )
@@ -50,6 +51,8 @@ def application(config_name: str = "train") -> Iterator[None]:
         _follow_the_sweep()
         with recorded_application():
             yield
+    except InstantiationException:
+        raise  # a constructor's own error, most often: where it was raised has to be seen
     except CompactHydraException as error:
         if before == "1":
             raise

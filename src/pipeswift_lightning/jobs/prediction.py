@@ -18,6 +18,11 @@ from pipeswift_lightning.plan.simulator import makespan_s
 
 __all__ = ["PipelineShape", "StepPredictor"]
 
+# Wherever they stand in the model's or the data's configuration, a step takes as long with another.
+_TIMELESS = frozenset(
+    ["betas", "eps", "learning_rate", "lr", "momentum", "seed", "warm_up_steps", "weight_decay"]
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:
@@ -53,10 +58,11 @@ class PipelineShape:
         else:
             return None
         warm_up: Any = strategy.get("warm_up")
+        is_default = strategy.schedule == "auto" and strategy.get("costs") is None
         return cls(
             num_stages=stages,
             num_micro_batches=number,
-            schedule=strategy.schedule,
+            schedule="1f1b" if is_default else strategy.schedule,
             warm_up=list(warm_up) if OmegaConf.is_list(warm_up) else warm_up,
         )
 
@@ -83,15 +89,16 @@ class StepPredictor:
     The prediction is meant as a lower bound: equal stages, instant messages, no step of the
     optimizer. Measured are the seconds of forwards and backwards, over all stages; with different
     numbers of micro-batches measured, each micro-batch's fixed cost is a fitted straight line's
-    slope. Members that differ in more than the pipeline (model, data, devices' kind) are not
-    compared: nothing is predicted until one of the same kind has run.
+    slope. Members that differ in more than the pipeline (model, data, kind of devices, layers
+    compiled or recomputed) are not compared: nothing is predicted until one of the same kind has
+    run, and the best step is that of its kind. Learning rates, seeds and the like do not matter.
 
     Needs the callback `MeasuredStep` in the members' configuration, which writes what is read here.
     """
 
     def __init__(self) -> None:
         self._learned: list[tuple[str, int, float, float]] = []
-        self.best_measured_s: float | None = None
+        self._best_s: dict[str, float] = {}
 
     def learn(self, cfg: DictConfig, folder: Path) -> None:
         """Read what a member has measured, if it has."""
@@ -100,9 +107,13 @@ class StepPredictor:
             return
         forward_s = sum(map(sum, measured.costs.forward_s))
         backward_s = sum(map(sum, measured.costs.backward_s))
-        self._learned.append((_kind(cfg), measured.costs.num_micro_batches, forward_s, backward_s))
-        best_s = self.best_measured_s
-        self.best_measured_s = measured.step_s if best_s is None else min(best_s, measured.step_s)
+        kind = _kind(cfg)
+        self._learned.append((kind, measured.costs.num_micro_batches, forward_s, backward_s))
+        self._best_s[kind] = min(measured.step_s, self._best_s.get(kind, measured.step_s))
+
+    def best_measured_s(self, cfg: DictConfig) -> float | None:
+        """Return the shortest step that a member like this one has measured; None if none has."""
+        return self._best_s.get(_kind(cfg))
 
     def predict(self, cfg: DictConfig) -> float | None:
         """Return the seconds of a step; None if nothing is known about such a job."""
@@ -137,7 +148,17 @@ def _kind(cfg: DictConfig) -> str:
     """Return what has to be equal for members to do the same work."""
     values = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(values, Mapping)
-    kept = {name: values.get(name) for name in ("model", "data")}
-    trainer = dict(values.get("trainer") or {})
-    kept["trainer"] = {name: trainer.get(name) for name in ("accelerator", "precision")}
+    kept = {name: _without_timeless(values.get(name)) for name in ("model", "data")}
+    for group, names in (
+        ("trainer", ("accelerator", "precision")),
+        ("strategy", ("compile", "recompute")),
+    ):
+        chosen = dict(values.get(group) or {})
+        kept[group] = {name: chosen.get(name) for name in names}
     return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _without_timeless(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_timeless(v) for k, v in value.items() if k not in _TIMELESS}
+    return value

@@ -50,9 +50,24 @@ class SearchSpace:
         chosen: dict[str, str] = {}
         for key, override in self.overrides.items():
             needs = self.only_if.get(key, {})
-            if all(chosen.get(other) == str(value) for other, value in needs.items()):
+            if all(_is(chosen.get(other), value) for other, value in needs.items()):
                 chosen[key] = str(_suggest(trial, key, override))
         return chosen
+
+
+def _is(chosen: str | None, value: Any) -> bool:
+    """Return whether what a command line would write is this value of a configuration.
+
+    Example:
+        >>> _is("null", None), _is("False", False), _is("1e-3", 0.001), _is("1f1b", "1f1b")
+        (True, True, True, True)
+        >>> _is(None, None), _is("2", 1)  # the first: not chosen at all
+        (False, False)
+    """
+    if chosen is None:
+        return False
+    read = OmegaConf.from_dotlist([f"value={chosen}"])
+    return chosen == str(value) or bool(read.value == value)
 
 
 def _suggest(trial: "Trial", key: str, override: Override) -> Any:
@@ -107,7 +122,8 @@ class Search:
         run: Runs a member: its number and overrides.
         compose: Returns a member's configuration.
         predictor: Predicts step times; None runs every member.
-        margin: By which share a predicted step may be longer than the best measured one.
+        margin: By which share a predicted step may be longer than the best measured
+            one of its kind.
         folder: The sweep's.
     """
 
@@ -162,8 +178,9 @@ class Search:
     def _is_slow(self, member: Member, overrides: Sequence[str]) -> bool:
         if self._predictor is None:
             return False
-        member.predicted_step_s = predicted_s = self._predictor.predict(self._compose(overrides))
-        best_s = self._predictor.best_measured_s
+        cfg = self._compose(overrides)
+        member.predicted_step_s = predicted_s = self._predictor.predict(cfg)
+        best_s = self._predictor.best_measured_s(cfg)
         if predicted_s is None or best_s is None or predicted_s <= best_s * (1 + self._margin):
             return False
         member.state = JobState.PRUNED

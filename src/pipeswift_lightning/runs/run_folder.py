@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,8 @@ class RunFolder:
         overrides: What its command line changed of the configuration, ``key=value``.
         report: Its ``job.json``; empty if it has none.
         result: Its ``job_result.json``, which sweeps write; empty if it has none.
-        series: Each metric's values by step, from its ``metrics.csv``.
+        series: Each metric's values by step, from its ``metrics.csv``; of several, a later one
+            goes on from the step at which it begins, as a resumed run does.
     """
 
     path: Path
@@ -43,14 +45,14 @@ class RunFolder:
     @classmethod
     def read(cls, path: Path, name: str | None = None) -> "RunFolder":
         """Read a folder; what is missing or torn is left out."""
-        tables = sorted(path.glob("**/metrics.csv"))
+        tables = sorted(path.glob("**/metrics.csv"), key=_natural)
         return cls(
             path=path,
             name=name or path.name,
             overrides=_overrides(path / ".hydra" / "overrides.yaml"),
             report=_json(path / "job.json"),
             result=_json(path / "job_result.json"),
-            series=_series(tables[-1]) if tables else {},
+            series=_joined(map(_series, tables)),
         )
 
     @property
@@ -76,7 +78,7 @@ class RunFolder:
 
     def timelines(self, ending: str) -> list[Path]:
         """Return the files of its timelines with this ending, the last step last."""
-        return sorted(self.path.glob(f"**/timelines/step_*{ending}"))
+        return sorted(self.path.glob(f"**/timelines/step_*{ending}"), key=_natural)
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFolder]:
@@ -114,9 +116,12 @@ def differing_keys(runs: Sequence[RunFolder]) -> tuple[str, ...]:
     return tuple(n for n in names if len({run.choices.get(n) for run in runs}) > 1)
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Order ``2`` before ``10``."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.parts]
+def _natural(path: Path) -> list[list[tuple[int, str]]]:
+    """Order ``2`` before ``10``, and ``version_9`` before ``version_10``."""
+    return [
+        [(int(text), "") if text.isdecimal() else (-1, text) for text in re.split(r"(\d+)", part)]
+        for part in path.parts
+    ]
 
 
 def _json(path: Path) -> Mapping[str, Any]:
@@ -134,14 +139,37 @@ def _overrides(path: Path) -> tuple[str, ...]:
     return tuple(map(str, content)) if isinstance(content, list) else ()
 
 
+def _joined(tables: Iterable[Series]) -> Series:
+    """Return one series of a run's tables in their order; steps that were done again count once."""
+    joined: dict[str, list[tuple[int, float]]] = {}
+    for table in tables:
+        first = min((points[0][0] for points in table.values()), default=math.inf)
+        joined = {
+            name: [point for point in points if point[0] < first] for name, points in joined.items()
+        }
+        for name, points in table.items():
+            joined.setdefault(name, []).extend(points)
+    return {name: points for name, points in joined.items() if points}
+
+
 def _series(path: Path) -> Series:
     series: dict[str, list[tuple[int, float]]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            step = row.pop("step", None)
-            if not step:
-                continue
-            for name, text in row.items():
-                if name and name != "epoch" and text and math.isfinite(value := float(text)):
-                    series.setdefault(name, []).append((int(step), value))
+    text = path.read_text(errors="replace").replace("\0", "")
+    whole = text[: text.rfind("\n") + 1]  # a line without its end is still being written
+    for row in csv.DictReader(whole.splitlines()):
+        step = _number(row.pop("step", None))
+        if step is None:
+            continue
+        for name, value in row.items():
+            if name and name != "epoch" and (number := _number(value)) is not None:
+                series.setdefault(name, []).append((int(step), number))
     return series
+
+
+def _number(text: str | None) -> float | None:
+    """Return a finite number; None for what is none, as a torn line may hold."""
+    try:
+        value = float(text or "nan")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
