@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def records(run: Path) -> list[dict]:
     return [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
 
 
+def ended_records(run: Path) -> list[dict]:
+    """Read a run once its end is on disk: W&B's own process may write it after ``finish()``."""
+    for _ in range(20):
+        every = records(run)
+        if of_kind(every, "exit"):
+            return every
+        time.sleep(1)
+    return every
+
+
 def of_kind(every: list[dict], kind: str) -> list[dict]:
     return [record[kind] for record in every if record["type"] == kind]
 
@@ -63,10 +74,10 @@ def test_offline_runs_of_a_sweep_read_back_from_wandb(tmp_path) -> None:
     runs = [list((tmp_path / str(job)).glob("wandb/offline-run-*")) for job in range(2)]
     assert [len(found) for found in runs] == [1, 1]
     for (run,) in runs:
-        every = records(run)
+        every = ended_records(run)
         told = of_kind(every, "run")[0]
         assert (told["project"], told["run_group"]) == ("p", "sweep-7")
-        assert of_kind(every, "exit") == [{"exit_code": 0, "runtime": pytest.approx(0, abs=600)}]
+        assert [told.get("exit_code") for told in of_kind(every, "exit")] == [0], every[-3:]
         history = [record["item"] for record in of_kind(every, "history")]
         names = {name for row in history for name in row}
         assert names >= {"train/loss", "variance/step_mean_s", *SCALARS, *OF_STAGES}

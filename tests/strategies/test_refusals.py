@@ -105,7 +105,7 @@ def test_it_is_refused_on_all_ranks(scenario: Scenario, words: list[str]) -> Non
         ),
         (
             Scenario(rank=2, other_options={"schedule": "gpipe"}),
-            ["schedule: ranks 0, 1, 3: 1f1b; rank 2: gpipe"],
+            ["schedule: ranks 0, 1, 3: auto; rank 2: gpipe"],
         ),
         (
             # Its mesh is another one: connections would be opened that nobody accepts.
