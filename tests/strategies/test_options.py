@@ -46,3 +46,13 @@ def test_sizes() -> None:
         sizes(2, micro_batches=3)
     with pytest.raises(OptionError, match="hold 8 samples, but the batch has 9"):
         sizes(9, micro_batches=[1, 4, 3])
+
+
+@pytest.mark.parametrize(
+    "listed", [{"partition": [1, 2, 5]}, {"warm_up": [2, 2, 1]}, {"recompute": [1]}]
+)
+def test_lists_have_an_entry_for_each_stage(listed: dict[str, Any]) -> None:
+    """Too long a partition once ended in an IndexError of a rank."""
+    with pytest.raises(OptionError, match=r"Rule: one for each of the 2 stages. Remedy: list 2"):
+        options(**listed).check_stages(2)
+    options(**listed).check_stages(1)

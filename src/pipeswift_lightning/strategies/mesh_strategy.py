@@ -102,10 +102,13 @@ class MeshStrategy(ParallelStrategy):
 
         Raises:
             MeshError: The devices are no multiple of the stages.
+            OptionError: An option lists another number of stages.
         """
-        return Mesh.of(
+        mesh = Mesh.of(
             world_size=self.num_nodes * self.num_processes, num_stages=self.options.stages
         )
+        self.options.check_stages(mesh.num_stages)
+        return mesh
 
     @property
     def is_distributed(self) -> bool:

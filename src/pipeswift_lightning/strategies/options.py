@@ -154,6 +154,23 @@ class PipelineOptions:
             memory_limit=_bytes(memory_limit),
         )
 
+    def check_stages(self, num_stages: int) -> None:
+        """Check that what lists a number for each stage lists as many as there are.
+
+        With one stage such lists are of no account, so that a configuration can be tried there.
+
+        Raises:
+            OptionError: ``partition``, ``warm_up``, ``recompute`` or ``memory_limit`` does not.
+        """
+        for name in ("partition", "warm_up", "recompute", "memory_limit"):
+            value = getattr(self, name)
+            if num_stages > 1 and isinstance(value, tuple) and len(value) != num_stages:
+                msg = (
+                    f"{name}={list(value)} has {len(value)} entries. Rule: one for each of the "
+                    f"{num_stages} stages. Remedy: list {num_stages}, or set stages={len(value)}"
+                )
+                raise OptionError(msg)
+
     def num_recomputed(self, stage: int, num_layers: int, num_stages: int) -> int:
         """Return how many of a stage's layers are recomputed in backward.
 
