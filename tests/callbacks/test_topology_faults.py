@@ -59,4 +59,5 @@ def test_a_full_disk_of_one_rank_ends_all_and_loses_nothing(
         said = (tmp_path / f"said{rank}").read_text()
         assert "rank 1: [Errno 28] No space left on device" in said, said
     newest = CheckpointDirectory(tmp_path).newest()
-    assert newest == tmp_path / "step2"
+    # In a thread, the second save may still be writing when the disk is full.
+    assert newest in [tmp_path / "step2", *([tmp_path / "step1"] if asynchronous else [])]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +154,12 @@ class CheckpointDirectory:
         return [path for _, path in self._numbered()]
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint: ``LATEST`` may lag behind it, if a save died at its end."""
+        """The newest whole checkpoint: ``LATEST`` may lag behind it, if a save died at its end.
+
+        Warns of those that are damaged, and so passed over.
+        """
+        for path, why in self._damaged():
+            warnings.warn(f"the checkpoint {path} is passed over: {why}", stacklevel=2)
         whole = self.whole()
         return whole[-1] if whole else None
 
@@ -168,10 +174,16 @@ class CheckpointDirectory:
 
     def _numbered(self) -> list[tuple[int, Path]]:
         """The whole checkpoints with their numbers, the oldest first."""
+        return sorted((found, path) for path, found in self._looks() if isinstance(found, int))
+
+    def _damaged(self) -> list[tuple[Path, str]]:
+        """The others that are complete by their names, with what is wrong."""
+        return sorted((path, found) for path, found in self._looks() if isinstance(found, str))
+
+    def _looks(self) -> list[tuple[Path, int | str]]:
         if not self.path.is_dir():
             return []
-        looked_at = [(_looked_at(p), p) for p in self.path.iterdir() if _NAME.fullmatch(p.name)]
-        return sorted((found, path) for found, path in looked_at if isinstance(found, int))
+        return [(p, _looked_at(p)) for p in self.path.iterdir() if _NAME.fullmatch(p.name)]
 
 
 @dataclass(frozen=True, slots=True)
