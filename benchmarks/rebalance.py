@@ -16,7 +16,6 @@ long that takes, for how many bytes.
 import argparse
 import itertools
 import logging
-import time
 import warnings
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.ranks import Ranks, run_ranks, spread
+from benchmarks.stages import Sleep
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.callbacks import Rebalance
 from pipeswift_lightning.plan.costs import StepCosts
@@ -36,19 +36,6 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 
 LAYERS = 12
 SLOW_RANK = 1
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
-        return gradients[0], None, None
 
 
 class _Layer(nn.Module):
@@ -62,7 +49,7 @@ class _Layer(nn.Module):
         if x.is_meta or not self._sleep_s:
             return y
         sleep_s = self._sleep_s * (self._slow if dist.get_rank() == SLOW_RANK else 1.0)
-        return _Sleep.apply(y, sleep_s, 2 * sleep_s)
+        return Sleep.apply(y, sleep_s, 2 * sleep_s)
 
 
 class _Module(LightningModule):

@@ -17,12 +17,12 @@ from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.transport import C10dTransport
 
-__all__ = ["CASES", "Case", "OurStep", "PeerStep"]
+__all__ = ["CASES", "Case", "OurStep", "PeerStep", "Sleep"]
 
 _DEVICE = torch.device("cpu")
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
     """The identity, which sleeps in forward and in backward."""
 
     @staticmethod
@@ -44,7 +44,7 @@ class _Sleeping(nn.Module):
         self.seconds = forward_s, backward_s
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x * self.weight, *self.seconds)
+        return Sleep.apply(x * self.weight, *self.seconds)
 
 
 class _Scaled(nn.Module):

@@ -158,10 +158,12 @@ class CheckpointDirectory:
 
         Warns of those that are damaged, and so passed over.
         """
-        for path, why in self._damaged():
-            warnings.warn(f"the checkpoint {path} is passed over: {why}", stacklevel=2)
-        whole = self.whole()
-        return whole[-1] if whole else None
+        looks = sorted(self._looks())
+        for path, found in looks:
+            if isinstance(found, str):
+                warnings.warn(f"the checkpoint {path} is passed over: {found}", stacklevel=2)
+        whole = [(found, path) for path, found in looks if isinstance(found, int)]
+        return max(whole)[1] if whole else None
 
     def begin(self, step: int, keep: int | None) -> "Commit":
         """Choose a name for a checkpoint of ``step``; nothing is written yet."""
@@ -176,11 +178,8 @@ class CheckpointDirectory:
         """The whole checkpoints with their numbers, the oldest first."""
         return sorted((found, path) for path, found in self._looks() if isinstance(found, int))
 
-    def _damaged(self) -> list[tuple[Path, str]]:
-        """The others that are complete by their names, with what is wrong."""
-        return sorted((path, found) for path, found in self._looks() if isinstance(found, str))
-
     def _looks(self) -> list[tuple[Path, int | str]]:
+        """What was found in each folder that has a finished checkpoint's name."""
         if not self.path.is_dir():
             return []
         return [(p, _looked_at(p)) for p in self.path.iterdir() if _NAME.fullmatch(p.name)]
