@@ -304,7 +304,7 @@ class StepPlanner:
             lengths=known.lengths.lengths,
             num_stages=self._num_stages,
             layout=known.layout,
-            link=getattr(model, "link", None) or Link(),
+            link=model.link or Link(),
             capacity_bytes=(limit,) * self._num_stages if isinstance(limit, float) else limit,
             sessions=known.sessions,
             reorder=known.free,
