@@ -48,6 +48,8 @@ class Candidate:
         costs: Costs by position in the order.
         step_s: Predicted makespan.
         reorders: Whether samples run in another order than the data's.
+        order: How the micro-batches were ordered: ``"fifo"``, as they were formed, or as the
+            workload asks.
         is_plain: Whether it is what runs when no costs are known: equal runs of samples, in
             order, with the standard warm-up.
     """
@@ -60,6 +62,7 @@ class Candidate:
     costs: StepCosts
     step_s: float
     reorders: bool
+    order: str = "fifo"
     is_plain: bool = False
 
     def summary(self) -> dict[str, object]:
@@ -165,7 +168,7 @@ class _Planner:
             if deep != warm_up:
                 title = f"{name}, warm-up {' '.join(map(str, deep))}"
                 yield self._candidate(title, partition, range(self.m), deep, reorders=reorders)
-        if self.workload.reorder and self.m > 1:
+        if self.workload.reorder and self.m > 1 and self.workload.order != "fifo":
             searched = self._searched(name, partition, self.depths)
             yield searched
             yield from self._refined(searched, reorders=True)
@@ -179,7 +182,8 @@ class _Planner:
         if work.sessions is not None:
             parts = [[work.sessions[i] for i in part] for part in self.formation.samples]
             sessions = session_groups(parts)
-        if self.free_warm_up and self.evaluations is None:
+        method = work.order
+        if self.free_warm_up and self.evaluations is None and method == "searched":
             deepest = standard_depths(self.stages, self.m, _DEEPEST)
             limit = self._within_memory(partition, deepest)
             both = find_order_and_warm_up(
@@ -192,15 +196,17 @@ class _Planner:
             order = find_order(
                 evaluator,
                 costs,
+                method=method,
                 link=work.link,
                 overlap=work.overlap,
                 sessions=sessions,
                 evaluations=self.evaluations,
             ).order
-        title = f"{name}, ordered"
+        title = f"{name}, ordered" if method == "searched" else f"{name}, {method}"
         if warm_up is not None and warm_up != self.depths:
             title += f", warm-up {' '.join(map(str, warm_up))}"
-        return self._candidate(title, partition, order, warm_up, reorders=True)
+        found = self._candidate(title, partition, order, warm_up, reorders=True)
+        return replace(found, order=method)
 
     def _refined(self, plan: Candidate, *, reorders: bool) -> Iterator[Candidate]:
         """Yield the plan with the partition of the least simulated step, if that is another."""

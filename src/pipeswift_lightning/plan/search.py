@@ -115,8 +115,8 @@ def choose_plan(
     if not candidates:
         raise next(iter(failures.values()))
     if quick is not None and evaluations is None:
-        candidates += _searched_longer(workload, _choose(candidates, workload.model.relative_error))
-    chosen = _choose(candidates, workload.model.relative_error)
+        candidates += _searched_longer(workload, _choose(candidates, workload))
+    chosen = _choose(candidates, workload)
     plain = min(
         (c for c in candidates if c.is_plain and c.schedule_name == schedules[0]),
         key=lambda c: c.step_s,
@@ -154,13 +154,20 @@ def _sweep(
     return tuple((m, step_s) for m, step_s in steps.items() if step_s < math.inf)
 
 
-def _choose(candidates: Sequence[Candidate], error: float) -> Candidate:
-    """Return the fastest, unless it reorders for less than the prediction may be off."""
+def _choose(candidates: Sequence[Candidate], workload: Workload) -> Candidate:
+    """Return the fastest, unless it reorders for less than the prediction may be off.
+
+    An order that was asked for is kept, whatever it gains, wherever micro-batches may be ordered.
+    """
+    asked = [c for c in candidates if c.order == workload.order] or candidates
+    if workload.order != "searched":
+        return min(asked, key=lambda c: (c.step_s, c.reorders, c.name))
     fastest = min(candidates, key=lambda c: (c.step_s, c.reorders, c.name))
     in_order = [c for c in candidates if not c.reorders]
     if not in_order:
         return fastest
     plain = min(in_order, key=lambda c: (c.step_s, c.name))
+    error = workload.model.relative_error
     return fastest if fastest.step_s < plain.step_s * (1 - error) else plain
 
 
@@ -175,7 +182,9 @@ def _rejections(
         if other is chosen:
             continue
         change = other.step_s / chosen.step_s - 1 if chosen.step_s else 0.0
-        if change < 0:
+        if change < 0 and chosen.order not in ("searched", "fifo"):
+            reason = f"{-change:.1%} faster, but {chosen.order} was asked for"
+        elif change < 0:
             reason = f"reorders for {-change:.1%}, within the prediction's error of {error:.1%}"
         else:
             reason = f"{change:.1%} slower"

@@ -40,6 +40,7 @@ class Workload:
         sessions: Session of each sample; the samples of one session keep their order. None in
             place of a session: the sample has none.
         reorder: Whether samples may run in another order than that of the data.
+        order: How the micro-batches are ordered: one of ``orders.ORDERS``.
         partition: Layers of each stage, if they are fixed already.
         warm_up: Depth of 1F1B's warm-up, if it is fixed; see ``one_f_one_b``.
         sizes: Samples of each micro-batch, in the data's order, if they are fixed.
@@ -61,6 +62,7 @@ class Workload:
     max_tokens: float = math.inf
     sessions: tuple[Hashable, ...] | None = None
     reorder: bool = True
+    order: str = "searched"
     partition: Partition | None = None
     warm_up: tuple[int, ...] | float | None = None
     sizes: tuple[int, ...] | None = None

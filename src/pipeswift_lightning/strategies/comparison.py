@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeswift_lightning.strategies.loss_weights import Rule
 from pipeswift_lightning.strategies.records import LogRecord, merge_outputs, merge_records
 from pipeswift_lightning.strategies.rounding import rounding_of
 
 __all__ = ["LOSS", "NOTHING_FITS", "Matches", "Shares", "StepResult", "compare"]
-__all__ += ["compare_each"]
+__all__ += ["compare_each", "compare_metrics", "compare_outputs"]
 
 LOSS = ""  # among the names of logged values
 
@@ -24,11 +25,20 @@ NOTHING_FITS: Matches = {LOSS: {}}
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: of the whole batch, or of each micro-batch."""
+    """What a step gave: of the whole batch, or of each micro-batch.
+
+    Attributes:
+        outputs: What it returned.
+        records: Its calls of ``self.log``.
+        sizes: Samples of each micro-batch.
+        metrics: What it has added to the states of the module's metrics, all micro-batches
+            together.
+    """
 
     outputs: Sequence[Any]
     records: Sequence[Sequence[LogRecord]]
     sizes: Sequence[int]
+    metrics: Sequence[Tensor] = ()
 
 
 def compare(whole: StepResult, parts: StepResult, shares: Shares, rounding: float) -> Matches:
@@ -65,6 +75,47 @@ def compare_each(some: StepResult, others: StepResult, rounding: float) -> list[
     return [
         compare(alone(some, i), alone(others, i), share, rounding) for i in range(len(some.sizes))
     ]
+
+
+def compare_metrics(some: StepResult, others: StepResult, rounding: float) -> Matches:
+    """Return how well two results agree in what they have added to metrics, logged or not."""
+    return {"<metrics>": {Rule.SAMPLES: _differences(some.metrics, others.metrics, rounding)}}
+
+
+def compare_outputs(some: StepResult, others: StepResult, rounding: float) -> Matches:
+    """Return how well two results of one batch agree in all that the step has given.
+
+    That is what it returned, what it logged, and what it has added to metrics.
+    """
+    returned = _differences(_tensors(some.outputs), _tensors(others.outputs), rounding)
+    return {
+        **compare(some, others, {Rule.SAMPLES: (1.0,)}, rounding),
+        **compare_metrics(some, others, rounding),
+        "<returned>": {Rule.SAMPLES: returned},
+    }
+
+
+def _differences(some: Sequence[Tensor], others: Sequence[Tensor], rounding: float) -> float:
+    if len(some) != len(others):
+        return math.inf
+    pairs = zip(some, others, strict=True)
+    return max((_unlike(one, other, rounding) for one, other in pairs), default=0.0)
+
+
+def _tensors(outputs: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(list(outputs)) if isinstance(leaf, Tensor)]
+
+
+def _unlike(one: Tensor, other: Tensor, rounding: float) -> float:
+    """Return how far two tensors differ, relative to the largest value and to rounding."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    if not one.is_floating_point():
+        return 0.0 if torch.equal(one, other) else math.inf
+    if not one.numel():
+        return 0.0
+    largest = one.double().abs().nan_to_num(posinf=0.0).max().expand(one.shape)
+    return _error(one.double(), other.double(), largest) / max(rounding, rounding_of(one.dtype))
 
 
 def _merged(

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -30,8 +30,8 @@ from pipeswift_lightning.strategies.comparison import (
     Shares,
     StepResult,
     compare,
-    compare_each,
 )
+from pipeswift_lightning.strategies.look_ahead import LookAhead
 from pipeswift_lightning.strategies.loss_scope import LossPolicy, is_checked
 from pipeswift_lightning.strategies.loss_weights import Rule, ranked, rules_for, shares
 from pipeswift_lightning.strategies.options import LossScope, LossWeight, PipelineOptions
@@ -39,9 +39,12 @@ from pipeswift_lightning.strategies.records import MergedLog, logged_alike, repl
 from pipeswift_lightning.strategies.rounding import rounding_in_use
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
+from pipeswift_lightning.strategies.trim_checks import TrimChecks
 from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["StepHook", "StepRunner"]
+
+_PATIENCE_S = 5.0  # for a loader that does not give its next batch, when training ends
 
 
 class StepHook(IntEnum):
@@ -108,6 +111,9 @@ class StepRunner:
             rules_for(session.module, options),
             told=options.loss_weight is not LossWeight.AUTO,
         )
+        self._last: StepCall | None = None
+        self._ahead = LookAhead(self._plan_ahead)
+        self._trims = TrimChecks(session, self._policy, self._from_last_stage)
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to draw and to choose as this one would have."""
@@ -138,8 +144,12 @@ class StepRunner:
         trace = self._look_at(call)
         if self._runs_whole():  # as the look has shown to be needed
             return self._run_whole(hook, args, precision)
-        call, scope, counted = self._scope(hook, call, trace)
-        program = self._session.run(call, scope)
+        self._ahead.finish()
+        step, scope, counted = self._scope(hook, call, trace)
+        if hook is StepHook.TRAINING and self._planner.active and not self._policy.whole:
+            self._last = replace(call, micro_batches=())
+            self._ahead.begin(self._module.trainer.fit_loop)
+        program = self._session.run(step, scope)
         output, logs = self._share(program, counted)
         replicated = self._session.groups.mesh.num_replicas > 1
         replay(self._module, logs, self._session.device, replicated=replicated)
@@ -175,12 +185,7 @@ class StepRunner:
         total = len(source.lengths) if packed else num_samples(batch)
         batch = dict(batch) if packed else batch
         training = hook is StepHook.TRAINING
-        smaller = not training or total < self._largest_batch
-        recorded = self._session.recorded
-        if recorded is not None and self._options.micro_batches is None and recorded.fits(total):
-            plan = MicroBatches(recorded.sizes)
-        else:
-            plan = self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
+        plan = self._sizes(total, smaller=not training or total < self._largest_batch)
         if training:
             self._largest_batch = max(self._largest_batch, total)
         trainer = self._module.trainer
@@ -201,6 +206,27 @@ class StepRunner:
             scale=_scale(precision),
             trainable=zlib.crc32(bytes(p.requires_grad for p in self._module.parameters())),
         )
+
+    def _sizes(self, total: int, *, smaller: bool) -> MicroBatches:
+        """Return the micro-batches of a batch where no costs choose them."""
+        recorded = self._session.recorded
+        if recorded is not None and self._options.micro_batches is None and recorded.fits(total):
+            return MicroBatches(recorded.sizes)
+        return self._options.sizes(total, self._session.num_stages, may_be_smaller=smaller)
+
+    def _plan_ahead(self, batch: Any) -> None:
+        """Plan the next batch, as it comes from its loader."""
+        assert self._last is not None
+        packed = isinstance(batch, PackedBatch)
+        total = len(batch.lengths) if packed else num_samples(batch)
+        sizes = self._sizes(total, smaller=total < self._largest_batch).sizes
+        plain = dict(batch) if packed else batch
+        ahead = replace(self._last, batch=plain, source=batch, sizes=sizes)
+        self._planner.plan_ahead(ahead)
+
+    def close(self) -> None:
+        """Wait for what runs beside the steps."""
+        self._ahead.finish(_PATIENCE_S)
 
     def _seeds(self, hook: StepHook) -> tuple[int, ...]:
         """Seeds that a resumed run finds again, and that tell replicas apart."""
@@ -223,9 +249,11 @@ class StepRunner:
             return self._scope_of_scalar(hook, call, trace)
         evaluated = hook is not StepHook.TRAINING and trace.calls_network and not call.packed
         if evaluated and not trace.returns_scalar:
-            return call, LossScope.WHOLE_BATCH, None
+            return self._trims.of_evaluation(call), LossScope.WHOLE_BATCH, None
         if evaluated or not trace.calls_network or hook is not StepHook.TRAINING:
             scope = LossScope.WHOLE_BATCH if evaluated else LossScope.PER_SAMPLE
+            if call.packed and trace.calls_network:
+                call = self._planner.planned(call)
             return self._weighted(call, self._shares(call, trace)), scope, None
         planned = self._planner.planned(call) if not self._policy.whole else call
         scope, check = self._policy.next_step(self._shares(planned, trace))
@@ -234,31 +262,10 @@ class StepRunner:
         return call, scope, self._shares(call, trace) if check else None
 
     def _trimmed(self, planned: StepCall, call: StepCall, trace: StepTrace) -> StepCall:
-        """Return the step to run, with its weights; at times see whether its padding matters."""
+        """Return the step to run, with its weights, and its padding if that matters."""
         step = self._weighted(planned, self._shares(planned, trace))
-        if not self._planner.is_checked(step):
+        if self._trims.may_run(step):
             return step
-        padded = self._planner.untrimmed(step)
-        try:
-            whole = self._session.look(padded, LossScope.PER_SAMPLE)
-            trimmed = self._session.look(step, LossScope.PER_SAMPLE)
-        except Exception as error:
-            error.add_note(
-                "pipeswift: while comparing micro-batches with and without their padding. If the "
-                "step needs the padding, set PipeSwiftStrategy(trim=False)."
-            )
-            raise
-        found: list[Matches] = []
-        if self._session.is_last:
-            rounding = rounding_in_use(self._module, call.context, self._session.device)
-            found = compare_each(whole, trimmed, rounding)
-        if all(map(self._policy.explained, self._from_last_stage(found))):
-            return step
-        self._planner.keep_padding()
-        rank_zero_info(
-            "pipeswift: the step gives other values without its padding, so micro-batches keep it, "
-            "and samples stay in the data's order."
-        )
         plain = self._planner.planned(call)
         return self._weighted(plain, self._shares(plain, trace))
 
@@ -302,16 +309,24 @@ class StepRunner:
         """
         if call.packed:
             return call.in_one(), LossScope.PER_SAMPLE, None
-        counted = self._shares(call, trace)
-        weighting = self._policy.settled(counted)
+        weighting = self._policy.settled(self._shares(call, trace))
         step = self._evaluated.get(hook, 0)
         if weighting is not None and step is not None:
-            weighted = replace(call, weighting=weighting)
             self._evaluated[hook] = step + 1
+            weighted = replace(call, weighting=weighting)
             if not is_checked(step) or self._holds(weighted):
-                return weighted, LossScope.WHOLE_BATCH, None
+                return self._own_loss_trimmed(weighted, trace), LossScope.WHOLE_BATCH, None
             self._evaluated[hook] = None  # for good
         return call.in_one(), LossScope.PER_SAMPLE, None
+
+    def _own_loss_trimmed(self, call: StepCall, trace: StepTrace) -> StepCall:
+        """Return an evaluation's step without padding, if the weights hold for it too."""
+
+        def weighted(planned: StepCall) -> StepCall | None:
+            weighting = self._policy.settled(self._shares(planned, trace))
+            return None if weighting is None else replace(planned, weighting=weighting)
+
+        return self._trims.of_evaluation(call, weighted)
 
     def _holds(self, call: StepCall) -> bool:
         """Whether a step gives the same with the network's outputs joined as with one piece."""

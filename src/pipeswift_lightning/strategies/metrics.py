@@ -72,14 +72,23 @@ class SharedMetrics:
         self._saved.clear()
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Undo what a block does to the metrics."""
+    def untouched(self) -> Iterator[Callable[[], list[Tensor]]]:
+        """Undo what a block does to the metrics; tells, within it, what it has done so far."""
         saved = [
             (m, {name: _copied(getattr(m, name)) for name in m._defaults}, _counters(m))
             for m in self._metrics
         ]
+
+        def changes() -> list[Tensor]:
+            return [
+                change
+                for metric, states, _ in saved
+                for name, state in states.items()
+                for change in _changes(state, getattr(metric, name))
+            ]
+
         try:
-            yield
+            yield changes
         finally:
             for metric, states, (count, cached, computed) in saved:
                 for name, state in states.items():
@@ -102,6 +111,16 @@ class SharedMetrics:
 
 def _copied(state: Any) -> Any:
     return [*state] if isinstance(state, list) else state.clone()
+
+
+def _changes(before: Any, after: Any) -> list[Tensor]:
+    """Return what an update has added to a state; a maximum, or a list, as it is now."""
+    if isinstance(after, list):
+        return [part.detach().clone() for part in after[len(before) :]]
+    both = isinstance(before, Tensor) and before.shape == after.shape
+    if both and before.isfinite().all() and after.dtype is not torch.bool:
+        return [after.detach() - before]
+    return [after.detach().clone()]
 
 
 def _counters(metric: Metric) -> tuple[int, Any, Any]:

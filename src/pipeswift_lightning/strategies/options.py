@@ -12,6 +12,7 @@ from pipeswift_lightning.plan.microbatches import (
     sizes_for,
     split_batch_size,
 )
+from pipeswift_lightning.plan.orders import ORDERS
 from pipeswift_lightning.plan.schedules import build_schedule
 
 __all__ = ["LossScope", "LossWeight", "OptionError", "PipelineOptions"]
@@ -62,6 +63,8 @@ class PipelineOptions:
     costs: str | None = None
     trim: bool | str = "auto"
     memory_limit: tuple[float, ...] | float | None = None
+    order: str = "searched"
+    buckets: tuple[int, ...] | int | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None and self.stages < 1:
@@ -82,15 +85,24 @@ class PipelineOptions:
         if self.compile is not None and self.recompute:
             # A recompiled layer keeps other tensors than it did in its first run.
             _refuse("compile", dict(self.compile), "not set together with recompute")
+        self._check_planning()
+        # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
+        stages = self.stages or (len(self.partition) if self.partition else 2)
+        warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
+        build_schedule(self.schedule_name, stages, 2 * stages, warm_up=warm_up)
+
+    def _check_planning(self) -> None:
+        """Check what matters with costs only."""
         if self.trim not in (True, False, "auto"):
             _refuse("trim", self.trim, 'true, false, or "auto"')
         limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
         if any(limit is not None and limit <= 0 for limit in limits):
             _refuse("memory_limit", self.memory_limit, "bytes of a stage, or of each, above 0")
-        # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
-        stages = self.stages or (len(self.partition) if self.partition else 2)
-        warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
-        build_schedule(self.schedule_name, stages, 2 * stages, warm_up=warm_up)
+        if self.order not in ORDERS:
+            _refuse("order", self.order, f"one of {', '.join(ORDERS)}")
+        buckets = self.buckets if isinstance(self.buckets, tuple) else (self.buckets,)
+        if not buckets or any(bucket is not None and bucket < 1 for bucket in buckets):
+            _refuse("buckets", self.buckets, "a number of tokens, or a list of them, 1 or more")
 
     @property
     def schedule_name(self) -> str:
@@ -116,6 +128,8 @@ class PipelineOptions:
         costs: str | Path | None,
         trim: bool | str,
         memory_limit: Sequence[float] | float | None,
+        order: str,
+        buckets: Sequence[int] | int | None,
     ) -> "PipelineOptions":
         """Check and freeze what the user gave."""
         if isinstance(micro_batches, str) and micro_batches != "auto":
@@ -152,6 +166,10 @@ class PipelineOptions:
             costs=None if costs is None else str(costs),
             trim=trim,
             memory_limit=_bytes(memory_limit),
+            order=order,
+            buckets=buckets
+            if buckets is None or isinstance(buckets, int)
+            else tuple(sorted(buckets)),
         )
 
     def check_stages(self, num_stages: int) -> None:

@@ -53,13 +53,12 @@ class PipeSwiftStrategy(MovableStrategy):
     networks' calls are cut. Gradients, metrics and checkpoints are those of one device.
 
     Args:
-        stages: Number of pipeline stages. ``None`` makes every device a stage; fewer than devices
-            replicate the pipeline (``devices=4, stages=2`` trains 2 pipelines, data parallel).
+        stages: Number of stages. ``None``: one a device; fewer replicate the pipeline (with
+            ``devices=4, stages=2``, 2 pipelines train, data parallel).
         micro_batches: Number of micro-batches in a batch, a list of their sizes in samples, or
             ``"auto"``.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"auto"``: what the costs choose, else 1F1B.
-        warm_up: 1F1B's warm-up: a depth for each stage, or a factor from 1 to 2 (deeper hides
-            latency and variance, and keeps more micro-batches in memory).
+        warm_up: 1F1B's: a depth for each stage, or a factor from 1 to 2 (deeper hides latency).
         network: Attribute of the LightningModule that holds the network, or ``"self"``. ``None``
             finds it: the one child module with parameters, else ``model``, ``net``, ``network``.
             Several names, or ``None`` where every rank runs whole steps: several networks.
@@ -70,24 +69,23 @@ class PipeSwiftStrategy(MovableStrategy):
             flight. ``"transparent"`` if the step calls a network several times or optimises by
             hand: every rank runs the whole step. ``"auto"`` takes this where the module needs it;
             else it compares the other two in the first steps, and now and then.
-        loss_weight: What a micro-batch's loss counts by, among those of its batch: its
-            ``"samples"``, or the ``"tokens"`` of ``batch["labels"]`` that are not -100, as in
-            Hugging Face's losses. ``"auto"`` tries both where there are such labels. A method
+        loss_weight: What a micro-batch's loss counts by: its ``"samples"``, or the ``"tokens"`` of
+            ``batch["labels"]`` that are not -100. ``"auto"`` tries both. A method
             ``micro_batch_weight(micro_batch)`` of the LightningModule overrides it.
-        weights: A safetensors file, or a folder as Hugging Face writes it, for a module that
-            ``configure_model()`` builds on the meta device: each rank reads its own stage's.
+        weights: A safetensors file, or Hugging Face's folder, for a module that
+            ``configure_model()`` builds on the meta device: each rank reads its own.
         dynamic_shapes: Set it if the shapes of activations depend on the data, not only on the
             shapes of the batch.
-        receive_window: How many receives are posted ahead on each edge; by default as many as
-            memory allows, see `plan.lowering.lower`.
-        recompute: Layers whose inner activations are not kept, but computed once more in backward:
-            ``True`` for all, or so many of each stage, or a list with a number for each stage.
-        compile: Run each layer through ``torch.compile``: ``True``, a backend's name, or a dict of
-            its arguments.
-        costs: A file of the layers' costs, or ``"measure"``. They choose what is not given:
-            partition, micro-batches, order, warm-up, schedule. ``None``: equal runs of samples.
+        receive_window: Receives posted ahead on each edge; see `plan.lowering.lower`.
+        recompute: Layers whose activations are computed once more in backward, not kept: ``True``
+            for all, so many of each stage, or a list with a number for each stage.
+        compile: Run layers through ``torch.compile``: ``True``, a backend, or a dict of arguments.
+        costs: A file of costs, or ``"measure"``. They choose what is not given: partition,
+            micro-batches, order, warm-up, schedule. ``None``: equal runs of samples.
         trim: With costs, cut off padding that a micro-batch does not need; ``"auto"``: checked.
         memory_limit: With costs, bytes that a stage may take, or a list.
+        order: With costs, the order of micro-batches: one of `plan.orders.ORDERS`.
+        buckets: With costs, lengths to trim to, so that few shapes occur: a list, or a step.
         silence_s: Seconds without a sign of life after which a rank counts as lost.
         process_group_backend: ``"gloo"`` or ``"nccl"``; ``None`` chooses by device.
         timeout: Limit for set-up and for single collectives.
@@ -130,6 +128,8 @@ class PipeSwiftStrategy(MovableStrategy):
         costs: str | Path | None = None,
         trim: bool | str = "auto",
         memory_limit: Sequence[float] | float | None = None,
+        order: str = "searched",
+        buckets: Sequence[int] | int | None = None,
         silence_s: float = 10.0,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -156,6 +156,8 @@ class PipeSwiftStrategy(MovableStrategy):
                 costs=costs,
                 trim=trim,
                 memory_limit=memory_limit,
+                order=order,
+                buckets=buckets,
             ),
             silence_s=silence_s,
             backend=process_group_backend,
@@ -245,6 +247,12 @@ class PipeSwiftStrategy(MovableStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         warn_of_short_epochs(self.lightning_module.trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._steps is not None:
+            self._steps.close()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

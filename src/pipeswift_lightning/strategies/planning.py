@@ -6,11 +6,10 @@ compare it before they run it. What is searched is limited by numbers of evaluat
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.plan.cost_model import CostModel, Shape
@@ -19,19 +18,12 @@ from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.partition import Partition
 from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.search import Choice, choose_plan
-from pipeswift_lightning.plan.workload import Layout, Workload
-from pipeswift_lightning.runtime.batching import tensors_by_path
+from pipeswift_lightning.plan.workload import Workload
 from pipeswift_lightning.runtime.formed import form_batches
-from pipeswift_lightning.runtime.lengths import (
-    SampleLengths,
-    find_lengths,
-    told_lengths,
-    told_sessions,
-)
-from pipeswift_lightning.runtime.packed import PackedBatch
-from pipeswift_lightning.runtime.padding import PaddingSeen
+from pipeswift_lightning.strategies.batch_lengths import BatchLengths, Known
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.step import StepCall
+from pipeswift_lightning.strategies.trimming import Trimming
 
 __all__ = ["StepPlanner", "plan_of"]
 
@@ -40,21 +32,12 @@ _EVALUATIONS = 200  # of each search for one batch: some 10 ms in all
 _SCHEDULES = ("1f1b", "gpipe")
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of a batch's samples.
+@dataclass(slots=True)
+class _Number:
+    """How many micro-batches a kind of step has, chosen for the largest batch so far."""
 
-    Attributes:
-        lengths: Their lengths, and what may be trimmed.
-        layout: How those of a micro-batch lie in memory.
-        free: Whether any samples may form a micro-batch.
-        sessions: Of each sample, if its module tells.
-    """
-
-    lengths: SampleLengths
-    layout: Layout
-    free: bool
-    sessions: tuple[Hashable, ...] | None
+    micro_batches: int = 0
+    samples: int = 0
 
 
 class StepPlanner:
@@ -67,23 +50,20 @@ class StepPlanner:
 
     Attributes:
         module: The user's module.
-        trims: Whether padding may be cut off that a micro-batch does not need; a check may have
-            found that it changes what the step gives.
-        choice: The plan of the last step that was planned.
+        trimming: Where padding is cut off that a micro-batch does not need.
+        choice: The plan of the last training step.
     """
 
     def __init__(self, module: LightningModule, options: PipelineOptions, num_stages: int) -> None:
         self.module, self._options, self._num_stages = module, options, num_stages
         self._model: CostModel | None = None
         self._partition: Partition | None = None
-        self._number, self._largest = 0, 0
+        self._training, self._evaluation = _Number(), _Number()
         auto = options.schedule == "auto"
         self._schedules: tuple[str, ...] = _SCHEDULES if auto else (options.schedule,)
         self._chosen: OrderedDict[Hashable, Candidate] = OrderedDict()
-        self.trims = options.trim is not False
-        self.checks = 0
-        self._padding = PaddingSeen()  # of this pipeline's batches: all its ranks see the same
-        self._looked: set[str] = set()  # what was cut off when checks have compared
+        self.trimming = Trimming(options.trim)
+        self._batches = BatchLengths(module, options.buckets)
         self._cut = ""
         self.choice: Candidate | None = None
         self._mean: Shape | None = None
@@ -106,7 +86,8 @@ class StepPlanner:
             call: A step on the batch.
             partition: The partition, if it is fixed.
         """
-        workload = self._workload(model, call, self._known_first(call), partition)
+        known = self._batches.of_first(call, trims=self.trimming.applies(call.hook))
+        workload = self._workload(model, call, known, partition)
         wanted = self._wanted(call)
         return choose_plan(workload, num_micro_batches=wanted, schedules=self._schedules)
 
@@ -130,8 +111,8 @@ class StepPlanner:
         """
         self._model, self._partition = model, partition
         self._schedules = (schedule, *(s for s in self._schedules if s != schedule))
-        if not self._number:  # else it is a resumed run's
-            self._number, self._largest = number, num_samples
+        if not self._training.micro_batches:  # else it is a resumed run's
+            self._training = _Number(number, num_samples)
         self._chosen.clear()
 
     def layer_costs(self) -> list[float] | None:
@@ -151,49 +132,45 @@ class StepPlanner:
         """Return the step with its micro-batches as the costs choose them."""
         if self._model is None or self._partition is None:
             return call
-        known = self._known(call, self._padding)
-        dims = sorted(known.lengths.dims.items())
-        self._cut = str([(path, which, self._padding.value(path)) for path, which in dims])
-        key = (known.lengths.lengths, known.layout, known.free, known.sessions, call.sizes)
-        choice = self._chosen.get(key)
-        if choice is None:
-            choice = self._choose(self._model, call, known, self._partition)
-            self._chosen[key] = choice
-            if len(self._chosen) > _KEPT:
-                self._chosen.popitem(last=False)
-        self.choice = choice
-        samples = choice.formation.samples
-        whole = Shape.packed(known.lengths.lengths)
-        self._mean = Shape(whole.tokens / len(samples), whole.squares / len(samples))
-        trimmed = known.free and (call.packed or bool(known.lengths.dims))
-        if self._splits_itself:
+        known = self._batches.of(call, trims=self.trimming.applies(call.hook))
+        self._cut = self._batches.what_is_cut(known)
+        choice = self._choice(call, known)
+        samples, lengths = choice.formation.samples, known.lengths
+        if call.hook == "training_step":
+            self.choice = choice
+            whole = Shape.packed(lengths.lengths)
+            self._mean = Shape(whole.tokens / len(samples), whole.squares / len(samples))
+        trimmed = known.free and (call.packed or bool(lengths.dims))
+        if self._batches.splits_itself:
             split: Any = self.module.split_batch
             parts = split(call.batch, choice.formation.sizes)
         elif trimmed:
-            parts = form_batches(call.source, samples, known.lengths)
+            parts = form_batches(call.source, samples, lengths)
         else:
-            parts = form_batches(call.batch, samples)
+            parts = form_batches(call.source if call.packed else call.batch, samples)
         return replace(
             call,
             micro_batches=parts,
             sizes=choice.formation.sizes,
             samples=samples,
             trimmed=trimmed,
+            trim=known.trim(call.batch, samples) if trimmed else None,
             choice=choice,
         )
 
-    def is_checked(self, planned: StepCall) -> bool:
-        """Whether a step's trimmed micro-batches are to be compared with untrimmed ones.
+    def plan_ahead(self, call: StepCall) -> None:
+        """Choose for a training batch that is to come, so that its step finds its plan made.
 
-        They are when what is cut off is new, a tensor or its padding, and now and then. Packed ones
-        are not: that the loss may see micro-batches has been found with them.
+        Not for the largest so far: it may change the number of micro-batches, and that in its turn.
         """
-        if self._options.trim != "auto" or planned.packed or not _is_cut(planned):
-            return False
-        new = self._cut not in self._looked
-        self._looked.add(self._cut)
-        count, self.checks = self.checks, self.checks + 1
-        return new or count & (count - 1) == 0
+        fits = self._wanted(call) is not None or call.num_samples <= self._training.samples
+        if self._model is not None and self._partition is not None and fits:
+            trims = self.trimming.applies(call.hook)
+            self._choice(call, self._batches.ahead(call, trims=trims))
+
+    def is_checked(self, planned: StepCall) -> bool:
+        """Whether a step just planned is to be compared with its micro-batches untrimmed."""
+        return self.trimming.is_checked(planned, self._cut)
 
     def untrimmed(self, planned: StepCall) -> StepCall:
         """Return the same micro-batches with all of their padding."""
@@ -201,9 +178,9 @@ class StepPlanner:
         parts = form_batches(planned.batch, planned.samples)
         return replace(planned, micro_batches=parts)
 
-    def keep_padding(self) -> None:
-        """Trim no more: the padding matters."""
-        self.trims = False
+    def keep_padding(self, hook: str) -> None:
+        """Trim no more in the steps of a hook: the padding matters."""
+        self.trimming.keep_padding(hook)
         self._chosen.clear()
 
     def record(self) -> dict[str, Any]:
@@ -213,89 +190,56 @@ class StepPlanner:
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to plan alike."""
         return {
-            "trims": self.trims,
-            "checks": self.checks,
-            "padding": self._padding.state(),
-            "looked": sorted(self._looked),
-            "number": self._number,
-            "largest": self._largest,
+            "trimming": self.trimming.state(),
+            "padding": self._batches.state(),
+            "numbers": [astuple(self._training), astuple(self._evaluation)],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` has returned."""
-        self.trims = self.trims and state["trims"]
-        self.checks = state["checks"]
-        self._padding.load_state(state.get("padding", {}))
-        self._looked = set(state.get("looked", ()))
-        self._number, self._largest = state["number"], state["largest"]
-
-    # -- what is known of a batch -------------------------------------------------------------
-
-    @property
-    def _splits_itself(self) -> bool:
-        return callable(getattr(self.module, "split_batch", None))
-
-    def _known_first(self, call: StepCall) -> _Known:
-        # Other ranks do not look at this batch, so it must not be remembered.
-        padding = self._padding.copy()
-        try:
-            return self._known(call, padding)
-        except Exception as error:
-            if call.training:
-                raise
-            # A sanity check's batch may lack what the module's hooks read in training batches.
-            rank_zero_info(
-                f"pipeswift: what {type(self.module).__name__} tells of its batches does not fit "
-                f"the first, of {call.hook} ({error!r}): it is planned by its width."
-            )
-        packed = isinstance(call.source, PackedBatch)
-        lengths = SampleLengths(call.source.lengths, {}) if packed else _equal_lengths(call)
-        return _Known(lengths, _layout(call), packed, None)
-
-    def _known(self, call: StepCall, padding: PaddingSeen) -> _Known:
-        lengths = self._lengths(call, padding)
-        free = lengths is not None and not self._splits_itself
-        lengths = lengths or _equal_lengths(call)
-        hook = getattr(self.module, "sample_sessions", None)
-        sessions = told_sessions(hook(call.batch), call.num_samples) if callable(hook) else None
-        return _Known(lengths, _layout(call), free, sessions)
-
-    def _lengths(self, call: StepCall, padding: PaddingSeen) -> SampleLengths | None:
-        if isinstance(call.source, PackedBatch):
-            return SampleLengths(call.source.lengths, {})
-        if not self.trims:
-            return None
-        hook = getattr(self.module, "sample_lengths", None)
-        if callable(hook):
-            return told_lengths(
-                call.batch, hook(call.batch), getattr(self.module, "length_dims", {})
-            )
-        return find_lengths(call.batch, padding)
+        self.trimming.load_state(state["trimming"])
+        self._batches.load_state(state["padding"])
+        self._training, self._evaluation = (_Number(*each) for each in state["numbers"])
 
     # -- the choice ---------------------------------------------------------------------------
 
     def _wanted(self, call: StepCall) -> int | None:
         return None if self._options.micro_batches is None else len(call.sizes)
 
+    def _choice(self, call: StepCall, known: Known) -> Candidate:
+        assert self._model is not None
+        assert self._partition is not None
+        key = known.key(call), self._partition.starts  # layers may move while a thread plans ahead
+        choice = self._chosen.get(key)
+        if choice is None:
+            choice = self._choose(self._model, call, known, self._partition)
+            self._chosen[key] = choice
+            if len(self._chosen) > _KEPT:
+                self._chosen.popitem(last=False)
+        return choice
+
     def _choose(
-        self, model: CostModel, call: StepCall, known: _Known, partition: Partition
+        self, model: CostModel, call: StepCall, known: Known, partition: Partition
     ) -> Candidate:
+        trains = call.hook == "training_step"
+        last = self._training if trains else self._evaluation
         number = self._wanted(call)
-        larger = call.num_samples > self._largest  # such as training's, after a sanity check
+        larger = call.num_samples > last.samples  # such as training's, after a sanity check
         if number is None and not larger:
-            number = min(self._number, call.num_samples)
+            number = min(last.micro_batches, call.num_samples)
         choice = choose_plan(
             self._workload(model, call, known, partition),
             num_micro_batches=number,
-            schedules=self._schedules,
+            schedules=self._schedules if trains else ("forward_only",),
             evaluations=_EVALUATIONS,
         )
         if number is None:
-            self._number, self._largest = len(choice.chosen.formation.samples), call.num_samples
+            last.micro_batches = len(choice.chosen.formation.samples)
+            last.samples = call.num_samples
         return choice.chosen
 
     def _workload(
-        self, model: CostModel, call: StepCall, known: _Known, partition: Partition | None
+        self, model: CostModel, call: StepCall, known: Known, partition: Partition | None
     ) -> Workload:
         options = self._options
         limit = options.memory_limit
@@ -308,38 +252,11 @@ class StepPlanner:
             capacity_bytes=(limit,) * self._num_stages if isinstance(limit, float) else limit,
             sessions=known.sessions,
             reorder=known.free,
+            order=options.order,
             partition=partition,
             warm_up=options.warm_up,
             sizes=call.sizes if isinstance(options.micro_batches, tuple) else None,
         )
-
-
-def _layout(call: StepCall) -> Layout:
-    return Layout.PACKED if call.packed else Layout.PADDED
-
-
-def _equal_lengths(call: StepCall) -> SampleLengths:
-    """Return the lengths of a batch's samples as if they were all as long as it is wide."""
-    width = _width(call.batch, call.num_samples)
-    return SampleLengths((width,) * call.num_samples, {})
-
-
-def _width(batch: Any, rows: int) -> int:
-    """Return the tokens of a sample of a batch that does not tell: its width, if it has ids."""
-    for _, tensor in tensors_by_path(batch):
-        if tensor.ndim > 1 and tensor.shape[0] == rows and "int" in str(tensor.dtype):
-            return max(1, int(tensor.shape[1]))
-    return 1
-
-
-def _is_cut(planned: StepCall) -> bool:
-    """Whether a micro-batch lacks padding that the batch has."""
-    whole = dict(tensors_by_path(planned.batch))
-    return planned.trimmed and any(
-        tensor.shape[1:] != whole[path].shape[1:]
-        for part in planned.micro_batches
-        for path, tensor in tensors_by_path(part)
-    )
 
 
 def plan_of(call: StepCall, partition: Partition, options: PipelineOptions, *, whole: bool) -> Plan:

@@ -243,14 +243,14 @@ class PipelineSession:
 
         Dropout would tell the whole batch from its micro-batches, whatever their weights.
         """
-        with evaluating(self.module), self._metrics.untouched():
+        with evaluating(self.module), self._metrics.untouched() as changes:
             program = self.run(replace(call, probing=True), scope)
+            metrics = changes()
         if isinstance(program, WholeBatchProgram):
-            return program.whole()
+            return replace(program.whole(), metrics=metrics)
         ids = range(len(call.sizes)) if self.is_last else ()
-        return StepResult(
-            [program.outputs[i] for i in ids], [program.records[i] for i in ids], call.sizes
-        )
+        outputs, records = [program.outputs[i] for i in ids], [program.records[i] for i in ids]
+        return StepResult(outputs, records, call.sizes, metrics)
 
     def _range(self) -> tuple[int, int]:
         assert self.partition is not None

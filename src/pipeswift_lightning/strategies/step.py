@@ -16,6 +16,7 @@ from pipeswift_lightning.runtime.batching import batch_signature, fresh_containe
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.packed import PackedBatch
+from pipeswift_lightning.runtime.restoring import Trim
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.loss_weights import Weighting
@@ -50,6 +51,7 @@ class StepCall:
         source: What the micro-batches are made of: the batch, or a packed one.
         samples: Sample ids of each micro-batch; ``None``: consecutive runs.
         trimmed: Whether micro-batches may lack padding that the batch has.
+        trim: How much of it, where that is one number a micro-batch.
         choice: The plan that the costs have chosen; ``None``: the options' own.
     """
 
@@ -68,6 +70,7 @@ class StepCall:
     source: Any = None
     samples: tuple[tuple[int, ...], ...] | None = None
     trimmed: bool = False
+    trim: Trim | None = None
     choice: Candidate | None = None
 
     @property
@@ -93,6 +96,7 @@ class StepCall:
             weighting=Weighting(),
             samples=None,
             trimmed=False,
+            trim=None,
             choice=None,
         )
 

@@ -22,6 +22,7 @@ from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.batching import batch_signature, num_samples, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.executor import StageProgram
+from pipeswift_lightning.runtime.formed import in_data_order
 from pipeswift_lightning.runtime.joining import JoinedOutputs, join_outputs
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -68,6 +69,10 @@ class WholeBatchProgram(StageProgram):
 
     def prepare(self) -> None:
         """Run the step up to the network's call, and split the call's arguments."""
+        if self.call.trim is not None:  # then each micro-batch's own step tells its arguments
+            captured = [self._captured(batch) for batch in self.call.micro_batches]
+            self._calls = list(map(self._detached, captured))
+            return
         args, kwargs = self._captured(self.call.batch)
         arguments = self._detached((args, kwargs))
         rows = num_samples(arguments)
@@ -146,9 +151,10 @@ class WholeBatchProgram(StageProgram):
 
     def finish(self) -> None:
         """Run the user's step on the joined output, and differentiate its loss."""
-        ids = range(len(self.call.sizes))
+        outputs = [self._outputs[i] for i in range(len(self.call.sizes))]
+        trim = self.call.trim
         self._joined = joined = join_outputs(
-            [self._outputs[i] for i in ids],
+            outputs if trim is None else trim.restored(outputs),
             self.sizes,
             self.cut.network_name,
             self.call.weighting.loss,
@@ -159,7 +165,7 @@ class WholeBatchProgram(StageProgram):
         ]
         value = joined.fill(
             [
-                tensor if arrival is None else arrival.tensor
+                self._in_order(tensor) if arrival is None else arrival.tensor
                 for tensor, arrival in zip(joined.tensors, arrivals, strict=True)
             ]
         )
@@ -169,6 +175,13 @@ class WholeBatchProgram(StageProgram):
         if loss is not None:
             self.module.backward(self.call.scale(loss / self.call.loss_divisor))
         self._gradients = [a.take_gradient() if a is not None else None for a in arrivals]
+
+    def _in_order(self, tensor: Tensor) -> Tensor:
+        """Return rows in the order of the batch's samples, which trimmed micro-batches leave."""
+        samples = self.call.samples
+        if self.call.trim is None or samples is None or not tensor.dim():
+            return tensor
+        return in_data_order(tensor, samples)
 
     def complete(self, *, is_last: bool) -> None:
         """Do what is left once this rank's row has run."""

@@ -1,0 +1,103 @@
+"""Compare steps with and without the padding that micro-batches can do without."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from pipeswift_lightning.strategies.comparison import (
+    Matches,
+    compare_each,
+    compare_metrics,
+    compare_outputs,
+)
+from pipeswift_lightning.strategies.loss_scope import LossPolicy
+from pipeswift_lightning.strategies.options import LossScope
+from pipeswift_lightning.strategies.rounding import rounding_in_use
+from pipeswift_lightning.strategies.session import PipelineSession
+from pipeswift_lightning.strategies.step import StepCall
+
+__all__ = ["TrimChecks"]
+
+
+class TrimChecks:
+    """Sees at times whether a step gives the same without padding, and turns trimming off if not.
+
+    Args:
+        session: Runs steps.
+        policy: Says what rounding may explain.
+        announced: Sends what the last stage has found to all stages.
+    """
+
+    def __init__(
+        self, session: PipelineSession, policy: LossPolicy, announced: Callable[[Any], Any]
+    ) -> None:
+        self._session, self._policy, self._announced = session, policy, announced
+        self._planner = session.planner
+
+    def may_run(self, step: StepCall) -> bool:
+        """Whether a training step, just planned and weighted, may run without its padding."""
+        if not self._planner.is_checked(step):
+            return True
+        with _told_of_padding():
+            padded = self._session.look(self._planner.untrimmed(step), LossScope.PER_SAMPLE)
+            trimmed = self._session.look(step, LossScope.PER_SAMPLE)
+        found: list[Matches] = []
+        if self._session.is_last:
+            rounding = self._rounding(step)
+            found = compare_each(padded, trimmed, rounding)
+            found.append(compare_metrics(padded, trimmed, rounding))
+        return self._explained(found, step)
+
+    def of_evaluation(
+        self, call: StepCall, weighted: Callable[[StepCall], StepCall | None] = lambda step: step
+    ) -> StepCall:
+        """Return an evaluation's step to run, planned and trimmed if that changes nothing.
+
+        Its network sees micro-batches as they are planned, its other code the whole batch.
+
+        Args:
+            call: The step as it is.
+            weighted: Gives a planned step its weights, if they are known.
+        """
+        planned = weighted(self._planner.planned(call))
+        trim = None if planned is None else planned.trim
+        if planned is None or trim is None or not (trim.cuts and trim.is_reversible):
+            return call
+        if not self._planner.is_checked(planned):
+            return planned
+        with _told_of_padding():
+            whole = self._session.look(call, LossScope.WHOLE_BATCH)
+            trimmed = self._session.look(planned, LossScope.WHOLE_BATCH)
+        found: list[Matches] = []
+        if self._session.is_last:
+            found = [compare_outputs(whole, trimmed, self._rounding(call))]
+        return planned if self._explained(found, call) else call
+
+    def _explained(self, found: list[Matches], call: StepCall) -> bool:
+        """Whether rounding explains what the last stage has found to differ."""
+        if all(map(self._policy.explained, self._announced(found))):
+            return True
+        self._planner.keep_padding(call.hook)
+        rank_zero_info(
+            f"pipeswift: {call.hook} gives other values without its padding, so micro-batches keep "
+            "it, and samples stay in the data's order."
+        )
+        return False
+
+    def _rounding(self, call: StepCall) -> float:
+        return rounding_in_use(self._session.module, call.context, self._session.device)
+
+
+@contextmanager
+def _told_of_padding() -> Iterator[None]:
+    """Say what is compared in a block, if that fails."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "pipeswift: while comparing micro-batches with and without their padding. If the step "
+            "needs the padding, set PipeSwiftStrategy(trim=False)."
+        )
+        raise
