@@ -14,9 +14,11 @@ from pipeswift_lightning.plan.costs import CostError, Link
 from pipeswift_lightning.plan.formation import Formation
 from pipeswift_lightning.plan.microbatches import MicroBatchError, split_batch_size
 from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.plan.report import describe_choice
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.search import choose_plan
 from pipeswift_lightning.plan.simulator import makespan_s
+from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.plan.workload import Layout, Workload
 
 LENGTHS = tuple(np.random.default_rng(0).lognormal(5, 0.9, 24).astype(int).tolist())
@@ -123,6 +125,41 @@ def test_the_order_of_the_data_can_be_kept() -> None:
     samples = [i for part in choice.chosen.formation.samples for i in part]
     assert samples == list(range(len(LENGTHS)))
     assert not any("ordered" in other.name for other in choice.rejected)
+
+
+@pytest.mark.parametrize("order", ["fifo", "heaviest_first", "lightest_first", "hill"])
+def test_an_order_that_is_asked_for_is_kept_whatever_it_gains(order: str) -> None:
+    workload = Workload(model=network(error=0.5), lengths=LENGTHS, num_stages=4, order=order)
+    choice = choose_plan(workload, num_micro_batches=8, evaluations=50)
+    costs = choice.chosen.costs
+    weights = np.sum(costs.forward_s, axis=0) + np.sum(costs.backward_s, axis=0)
+    rises = np.diff(weights)
+    assert choice.chosen.order == order
+    match order:
+        case "heaviest_first":
+            assert (rises <= 1e-12).all()
+        case "lightest_first":
+            assert (rises >= -1e-12).all()
+        case "hill":
+            peak = int(weights.argmax())
+            assert (rises[:peak] >= -1e-12).all()
+            assert (rises[peak:] <= 1e-12).all()
+        case _:
+            assert not any("ordered" in plan.name for plan in choice.rejected)
+
+
+def test_prediction_runs_the_shortest_first_for_the_least_mean_wait() -> None:
+    def mean_end(order: str) -> float:
+        workload = Workload(
+            model=network(), lengths=LENGTHS, num_stages=2, layout="packed", order=order
+        )
+        choice = choose_plan(workload, num_micro_batches=8, schedules=("forward_only",))
+        timeline = choice.chosen.timeline(workload)
+        ends = [e.end_s for e in timeline.events if e.stage == 1 and e.kind is EventKind.FORWARD]
+        assert "a micro-batch is done after" in describe_choice(choice, workload)
+        return float(np.mean(ends))
+
+    assert mean_end("shortest_first") <= mean_end("heaviest_first")
 
 
 def test_a_fixed_cost_keeps_the_number_of_micro_batches_down() -> None:

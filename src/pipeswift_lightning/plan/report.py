@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.plan.cost_model import CostModel, Shape
 from pipeswift_lightning.plan.costs import Link, StepCosts
 from pipeswift_lightning.plan.evaluator import evaluator_for
@@ -12,7 +13,7 @@ from pipeswift_lightning.plan.partition import solve_partition
 from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.search import Choice
 from pipeswift_lightning.plan.simulator import simulate
-from pipeswift_lightning.plan.timeline import Timeline
+from pipeswift_lightning.plan.timeline import EventKind, Timeline
 from pipeswift_lightning.plan.workload import Workload
 
 __all__ = [
@@ -47,6 +48,10 @@ def describe_choice(choice: Choice, workload: Workload, *, most_rejected: int = 
         f"samples of each micro-batch, as they run: {' '.join(map(str, chosen.formation.sizes))}",
         f"tokens of each micro-batch: {' '.join(f'{shape.tokens:g}' for shape in shapes)}",
     ]
+    if chosen.schedule_name == "forward_only":
+        lines.append(
+            f"a micro-batch is done after {_time(_mean_completion_s(chosen, workload))}, on average"
+        )
     if chosen.warm_up is not None:
         lines.append(f"warm-up of each stage: {' '.join(map(str, chosen.warm_up))}")
     if len(choice.sweep) > 1:
@@ -61,6 +66,16 @@ def describe_choice(choice: Choice, workload: Workload, *, most_rejected: int = 
     unfit = [r for r in choice.rejected[most_rejected:] if r.step_s is None]
     lines += [f"{'-':>10s}  {other.name}: {other.reason}" for other in unfit]
     return "\n".join(lines)
+
+
+def _mean_completion_s(chosen: Candidate, workload: Workload) -> float:
+    last = workload.num_stages - 1
+    ends = [
+        event.end_s
+        for event in chosen.timeline(workload).events
+        if event.stage == last and event.kind is EventKind.FORWARD
+    ]
+    return sum(ends) / len(ends)
 
 
 def choice_timelines(choice: Choice, workload: Workload) -> dict[str, Timeline]:
