@@ -249,6 +249,26 @@ def test_one_stage_is_planned_whatever_its_first_batch_is(
     assert active == [number == 2]
 
 
+def test_one_stage_measures_its_own_costs(tmp_path: Path) -> None:
+    active, found = [], []
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            planner = getattr(trainer.strategy, "session", None)
+            active.append(planner is not None and planner.planner.choice is not None)
+
+    measuring = PipeSwiftStrategy(costs="measure", micro_batches=4, loss="per_sample")
+    for strategy in ("auto", measuring):
+        torch.manual_seed(0)
+        module = Padded()
+        fit_alone(module, strategy, loader(), callbacks=[Record()], default_root_dir=tmp_path)
+        found.append(dict(module.named_parameters()))
+    assert active == [False, False, True, True]
+    assert (tmp_path / "pipeswift_costs.json").exists()
+    for name, parameter in found[0].items():
+        assert (parameter - found[1][name]).abs().max() <= TOLERANCE, name
+
+
 def test_costs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for text, problem in (
         (None, "cannot be read"),

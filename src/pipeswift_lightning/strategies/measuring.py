@@ -37,7 +37,7 @@ from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["CostSource", "cost_path", "keep_costs", "measured_costs"]
+__all__ = ["MEASURE", "CostSource", "cost_path", "keep_costs", "measured_costs"]
 
 MEASURE = "measure"
 COST_FILE = "pipeswift_costs.json"
@@ -48,38 +48,48 @@ class CostSource:
     """Gives a run its costs, before the module is cut.
 
     Args:
+        costs: A file, or ``"measure"``; ``None``: there are none.
         module: The user's module.
         network: Its network.
         groups: Of the mesh.
         laid_aside: While it is entered, layers are not intercepted.
     """
 
+    costs: str | None
     module: LightningModule
     network: PipelinedNetwork
     groups: MeshGroups
     laid_aside: Callable[[], AbstractContextManager[None]]
 
+    @property
+    def measures(self) -> bool:
+        """Whether the costs are measured."""
+        return self.costs == MEASURE
+
     def reader(
-        self, costs: str, trace: StepTrace, call: StepCall, device: torch.device
+        self, trace: StepTrace, call: StepCall, device: torch.device
     ) -> Callable[[], CostModel]:
         """Return what reads or measures the costs on one rank; a collective of the pipeline.
 
         Args:
-            costs: A file, or ``"measure"``.
             trace: The order of the layers.
             call: The first step.
             device: Where layers run.
         """
-        if costs != MEASURE:
-            return partial(read_costs, costs, trace.num_layers)
+        assert self.costs is not None
+        if not self.measures:
+            return partial(read_costs, self.costs, trace.num_layers)
         transport = C10dTransport(self.groups, device)
         link = shared_link(transport, self.groups.mesh.num_stages, self.groups.pipeline)
 
-        def measure() -> CostModel:
-            with self.laid_aside():
-                return measured_costs(self.module, self.network, trace, call, device, link)
+        return partial(self.measured, trace, call, device, link)
 
-        return measure
+    def measured(
+        self, trace: StepTrace, call: StepCall, device: torch.device, link: Link | None
+    ) -> CostModel:
+        """Measure the costs in this process, or take them from the run's file."""
+        with self.laid_aside():
+            return measured_costs(self.module, self.network, trace, call, device, link)
 
 
 def cost_path(trainer: Trainer) -> Path:

@@ -36,13 +36,14 @@ from pipeswift_lightning.strategies.measuring import CostSource
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.module_state import evaluating
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
+from pipeswift_lightning.strategies.one_stage import measure_one_stage, plan_one_stage
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
 from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.planning import StepPlanner, plan_of
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 from pipeswift_lightning.strategies.stage_gradients import reduce_stage_gradients
 from pipeswift_lightning.strategies.stages import check_fits, choose_partition, fixed_partition
-from pipeswift_lightning.strategies.start_planning import plan_one_stage, start_planning
+from pipeswift_lightning.strategies.start_planning import start_planning
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
 from pipeswift_lightning.strategies.step_times import gather_timeline
 from pipeswift_lightning.strategies.transparent import TransparentNetworks
@@ -104,6 +105,7 @@ class PipelineSession:
         self._changes = ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
         self.planner = StepPlanner(module, options, self.num_stages)
+        self._costs = CostSource(options.costs, module, network, groups, self._laid_aside)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -159,8 +161,6 @@ class PipelineSession:
             self._optimizers.keep_local,
         )
         self.transparent.open(why)
-
-    # -- one step -----------------------------------------------------------------------------
 
     def look_at(self, call: StepCall) -> StepTrace | None:
         """Return how the step hangs together; ``None`` if it runs whole in this process."""
@@ -287,6 +287,8 @@ class PipelineSession:
                 return trace
             if self.num_stages > 1:
                 self._fit_to(trace, call)
+            else:
+                measure_one_stage(self.planner, self._costs, trace, call, self.device)
             self._traces[key] = trace
         return trace
 
@@ -318,8 +320,7 @@ class PipelineSession:
         fixed = fixed_partition(self.options, self.recorded, trace.num_layers, self.num_stages)
         if self.options.costs is not None:
             with in_collective("planning on the first rank", self.progress):
-                source = CostSource(self.module, self.network, self.groups, self._laid_aside)
-                costs = source.reader(self.options.costs, trace, call, self.device)
+                costs = self._costs.reader(trace, call, self.device)
                 fixed = start_planning(self.planner, costs, call, trace.num_layers, fixed)
         partition = choose_partition(self.module, self.network, trace, fixed, self.num_stages)
         network, self._order = self.network, trace.order
@@ -356,8 +357,6 @@ class PipelineSession:
         finally:
             self._wrappers.install()
             self.cut.install()
-
-    # -- gradients, timeline, end -------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         """Sum shared parameters over their stages, and average over the replicas."""

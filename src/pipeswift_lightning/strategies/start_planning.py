@@ -1,19 +1,18 @@
 """Begin to plan: the costs, the partition and the number of micro-batches, chosen once for all."""
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
-from pipeswift_lightning.strategies.cost_source import from_rank_zero, read_costs
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.cost_source import from_rank_zero
 from pipeswift_lightning.strategies.planning import StepPlanner
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["plan_one_stage", "start_planning"]
+__all__ = ["begin", "choose", "start_planning"]
 
 
 def start_planning(
@@ -39,51 +38,57 @@ def start_planning(
         CostError: The costs cannot be read, or are another network's.
         PartitionError: Nothing fits into memory.
     """
-
-    def choose() -> tuple[str, tuple[int, ...], int, str, int]:
-        model = costs()
-        choice = planner.first(model, call, fixed)
-        chosen = choice.chosen
-        gain = 1 - chosen.step_s / choice.plain.step_s if choice.plain.step_s else 0.0
-        rank_zero_info(
-            f"pipeswift: planned from costs: {chosen.name}; layers of each stage "
-            f"{[len(r) for r in chosen.partition.ranges]}; a step like the first takes "
-            f"{chosen.step_s:.3g} s by prediction, {gain:.0%} less than equal runs of samples."
-        )
-        number = len(chosen.formation.samples)
-        return (
-            model.to_json(),
-            chosen.partition.starts,
-            number,
-            chosen.schedule_name,
-            call.num_samples,
-        )
-
-    text, starts, number, schedule, num_samples = from_rank_zero(choose)
-    partition = explicit_partition(num_layers, starts=starts)
-    planner.begin(
-        CostModel.from_json(text),
-        partition,
-        number=number,
-        num_samples=num_samples,
-        schedule=schedule,
-    )
-    _write_down(planner.module, partition, number)
-    return partition
+    start = from_rank_zero(lambda: choose(planner, costs(), call, fixed))
+    return begin(planner, start, num_layers)
 
 
-def plan_one_stage(
-    planner: StepPlanner, options: PipelineOptions, call: StepCall, num_layers: int
-) -> None:
-    """Plan the micro-batches of a single stage, if there are to be several and a file of costs.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What is chosen once for all; the costs as text, which can be sent."""
 
-    What the first batch is does not matter: replicas, which see others, must all take part, and
-    later batches may be larger.
+    costs: str
+    starts: tuple[int, ...]
+    number: int
+    schedule: str
+    num_samples: int
+
+
+def choose(
+    planner: StepPlanner, model: CostModel, call: StepCall, fixed: Partition | None
+) -> Start:
+    """Choose for a run by its first step.
+
+    Args:
+        planner: Knows the batch.
+        model: The costs.
+        call: The step.
+        fixed: The partition, if it is chosen already.
     """
-    costs, wanted = options.costs, options.micro_batches
-    number = len(wanted) if isinstance(wanted, tuple) else wanted or 1
-    if costs is not None and costs != "measure" and number > 1:
-        start_planning(planner, partial(read_costs, costs, num_layers), call, num_layers)
+    choice = planner.first(model, call, fixed)
+    chosen = choice.chosen
+    gain = 1 - chosen.step_s / choice.plain.step_s if choice.plain.step_s else 0.0
+    rank_zero_info(
+        f"pipeswift: planned from costs: {chosen.name}; layers of each stage "
+        f"{[len(r) for r in chosen.partition.ranges]}; a step like the first takes "
+        f"{chosen.step_s:.3g} s by prediction, {gain:.0%} less than equal runs of samples."
+    )
+    number = len(chosen.formation.samples)
+    starts, schedule = chosen.partition.starts, chosen.schedule_name
+    return Start(model.to_json(), starts, number, schedule, call.num_samples)
+
+
+def begin(planner: StepPlanner, start: Start, num_layers: int) -> Partition:
+    """Plan from now on with what was chosen; returns the partition."""
+    partition = explicit_partition(num_layers, starts=start.starts)
+    planner.begin(
+        CostModel.from_json(start.costs),
+        partition,
+        number=start.number,
+        num_samples=start.num_samples,
+        schedule=start.schedule,
+    )
+    _write_down(planner.module, partition, start.number)
+    return partition
 
 
 def _write_down(module: LightningModule, partition: Partition, number: int) -> None:
