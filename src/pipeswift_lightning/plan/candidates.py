@@ -7,6 +7,7 @@ searched order, and with the layers split by simulation.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, islice, pairwise
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from pipeswift_lightning.plan.bottleneck import PartitionError
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.evaluator import evaluator_for
 from pipeswift_lightning.plan.formation import Formation, form_in_order, form_padded
+from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.plan.joint_partition import StepShape, simulated_partition
 from pipeswift_lightning.plan.microbatches import MicroBatchError, split_batch_size
 from pipeswift_lightning.plan.orders import find_order
@@ -124,6 +126,12 @@ def plans(
         except (PartitionError, MicroBatchError) as failure:
             failures[name] = failure
     return found
+
+
+# Batch after batch asks for the same few.
+@lru_cache(maxsize=256)
+def _schedule(name: str, stages: int, m: int, warm_up: tuple[int, ...] | None) -> Schedule:
+    return build_schedule(name, stages, m, warm_up=warm_up)
 
 
 _Way: TypeAlias = Callable[[Workload, int, int | None], Formation]
@@ -266,7 +274,7 @@ class _Planner:
         )
 
     def _step_s(self, costs: StepCosts, warm_up: tuple[int, ...] | None) -> float:
-        schedule = build_schedule(self.schedule_name, self.stages, self.m, warm_up=warm_up)
+        schedule = _schedule(self.schedule_name, self.stages, self.m, warm_up)
         return makespan_s(schedule, costs, link=self.workload.link, overlap=self.workload.overlap)
 
     def _within_memory(self, partition: Partition, depths: Sequence[int]) -> tuple[int, ...]:

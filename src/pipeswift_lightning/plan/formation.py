@@ -8,6 +8,7 @@ samples of similar length belong together.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ from pipeswift_lightning.plan.microbatches import MicroBatchError
 __all__ = [
     "Formation",
     "PaddedCost",
+    "assign_to_targets",
     "bucket_lengths",
     "check_count",
     "form_in_order",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 # Cost of micro-batches of so many samples, padded to such lengths; element by element.
 PaddedCost: TypeAlias = Callable[[Floats, Floats], Floats]
 
@@ -135,33 +138,66 @@ def form_to_targets(
         ((0, 3), (1, 2, 4))
     """
     check_count(len(costs), len(targets))
+    (assignment,) = assign_to_targets(costs, [targets], tokens=tokens, max_tokens=max_tokens)
     lengths = costs if tokens is None else tokens
-    # Plain lists: a search starts from a hundred of these, and arrays this small are slower.
-    lack, room = [float(target) for target in targets], [float(max_tokens)] * len(targets)
-    parts: list[list[int]] = [[] for _ in lack]
     ranked = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    num_empty = len(parts)
-    for place, i in enumerate(ranked):
-        only_empty = num_empty >= len(ranked) - place
-        length = lengths[i]
-        fitting = [
-            j for j, space in enumerate(room) if space >= length and not (only_empty and parts[j])
-        ]
-        if not fitting:
+    for i in ranked:
+        if assignment[i] < 0:
             message = (
-                f"sample {i} of {lengths[i]:g} tokens fits none of {len(parts)} micro-batches. "
+                f"sample {i} of {lengths[i]:g} tokens fits none of {len(targets)} micro-batches. "
                 f"Rule: at most {max_tokens:g} tokens each. Remedy: use more micro-batches (at "
                 f"least {math.ceil(sum(lengths) / max_tokens)}), or a higher limit"
             )
             raise MicroBatchError(message)
-        j = max(fitting, key=lack.__getitem__)
-        num_empty -= not parts[j]
-        parts[j].append(i)
-        lack[j] -= costs[i]
-        room[j] -= lengths[i]
-    return Formation(tuple(map(tuple, parts)))
+    return Formation(
+        tuple(tuple(i for i in ranked if assignment[i] == j) for j in range(len(targets)))
+    )
 
 
+def assign_to_targets(
+    costs: Sequence[float],
+    targets: Sequence[Sequence[float]] | Floats,
+    *,
+    tokens: Sequence[float] | None = None,
+    max_tokens: float = math.inf,
+) -> Ints:
+    """Return what `form_to_targets` does for many targets at once, as numbers of micro-batches.
+
+    Args:
+        costs: Cost of each sample. Shape ``[N]``.
+        targets: Costs that the micro-batches should have. Shape ``[any][m]``.
+        tokens: Length of each sample. None: the costs.
+        max_tokens: Most tokens of a micro-batch.
+
+    Returns:
+        The micro-batch of each sample; -1 where a sample fits nowhere. Shape ``[any][N]``.
+
+    Example:
+        >>> assign_to_targets([5, 4, 3, 3, 3], [[9, 9], [6, 12]]).tolist()
+        [[0, 1, 1, 0, 1], [1, 1, 0, 0, 1]]
+    """
+    lack = np.array(targets, dtype=float)
+    lengths = costs if tokens is None else tokens
+    room, filled = np.full(lack.shape, float(max_tokens)), np.zeros(lack.shape, dtype=bool)
+    rows = np.arange(len(lack))
+    assignment = np.full((len(lack), len(costs)), -1)
+    ranked = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    for place, i in enumerate(ranked):
+        fits = room >= lengths[i]
+        # The last samples go to micro-batches that would stay empty.
+        only_empty = (~filled).sum(1) >= len(ranked) - place
+        fits &= ~(filled & only_empty[:, None])
+        wanted = np.where(fits, lack, -math.inf).argmax(1)
+        found = fits[rows, wanted]
+        assignment[found, i] = wanted[found]
+        taken = rows[found], wanted[found]
+        filled[taken] = True
+        lack[taken] -= costs[i]
+        room[taken] -= lengths[i]
+    return assignment
+
+
+@lru_cache(maxsize=1024)
 def tapered_targets(num_micro_batches: int, *, start: int, end: int, least: float) -> Floats:
     """Return shares that rise from ``least`` over ``start`` micro-batches and fall over ``end``.
 
@@ -181,6 +217,7 @@ def tapered_targets(num_micro_batches: int, *, start: int, end: int, least: floa
     if end:
         shares = np.minimum(shares, least + (1 - least) * place[::-1] / end)
     total: Floats = shares / shares.sum() if shares.sum() else shares + 1 / num_micro_batches
+    total.flags.writeable = False  # the same array is returned again
     return total
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from pipeswift_lightning.plan.evaluator import Evaluator, Floats, Ints
 from pipeswift_lightning.plan.formation import (
     Formation,
+    assign_to_targets,
     check_count,
     form_to_targets,
     tapered_targets,
@@ -107,10 +108,11 @@ def pack(
     state = _State(np.array(costs, dtype=float), tokens, max_tokens)
     timer = _Timer(evaluator, rates)
     starts = _starts(costs, evaluator, tokens=tokens, max_tokens=max_tokens)
-    loads = np.array([formation.loads(costs) for formation in starts])
+    loads = np.zeros((len(starts), m))
+    np.add.at(loads, (np.arange(len(starts))[:, None], starts), state.costs)
     values = timer.makespans_s(loads)
     first = int(values.argmin())
-    state.restart(np.array(starts[first].assignment), m)
+    state.restart(starts[first], m)
     if evaluations is None:
         few = _FOR_EACH_PAIR * len(costs) * m
         evaluations = min(few, _CELLS // evaluator.num_computes)
@@ -127,22 +129,21 @@ def _starts(
     *,
     tokens: Sequence[float] | None,
     max_tokens: float,
-) -> list[Formation]:
+) -> Ints:
+    """Return the micro-batch of each sample, for each start that fits. Shape ``[starts][N]``."""
     m, p = evaluator.num_micro_batches, evaluator.num_stages
     ends = sorted({k for k in (0, 1, 2, p - 1, p, 2 * p) if k < m})
     shapes = {(0, 0, 1.0): None}
     shapes.update(
         ((start, end, least), None) for start in ends for end in ends for least in _LEAST_SHARES
     )
-    return [
-        form_to_targets(
-            costs,
-            (tapered_targets(m, start=a, end=b, least=least) * sum(costs)).tolist(),
-            tokens=tokens,
-            max_tokens=max_tokens,
-        )
-        for a, b, least in shapes
-    ]
+    shares = [tapered_targets(m, start=a, end=b, least=least) for a, b, least in shapes]
+    targets = np.array(shares) * sum(costs)
+    found = assign_to_targets(costs, targets, tokens=tokens, max_tokens=max_tokens)
+    fitting = found[(found >= 0).all(1)]
+    if not len(fitting):
+        form_to_targets(costs, targets[0].tolist(), tokens=tokens, max_tokens=max_tokens)  # says so
+    return fitting
 
 
 class _Timer:

@@ -67,6 +67,7 @@ class BatchLengths:
 
     def __init__(self, module: LightningModule, buckets: tuple[int, ...] | int | None) -> None:
         self._module, self._buckets = module, buckets
+        self._told: set[str] = set()  # hooks whose batches do not fit what the module tells
         self._padding = PaddingSeen()  # of this pipeline's batches: all its ranks see the same
 
     @property
@@ -76,27 +77,28 @@ class BatchLengths:
 
     def of(self, call: StepCall, *, trims: bool) -> Known:
         """Return what is known of a step's batch, and remember its padding."""
-        return self._known(call, self._padding, trims=trims)
+        return self._known_or_width(call, self._padding, trims=trims)
 
     def ahead(self, call: StepCall, *, trims: bool) -> Known:
         """Return the same, and remember nothing: other ranks may not see this batch, or later."""
-        return self._known(call, self._padding.copy(), trims=trims)
+        return self._known_or_width(call, self._padding.copy(), trims=trims)
 
-    def of_first(self, call: StepCall, *, trims: bool) -> Known:
-        """Return what is known of the batch that a run's plan begins with."""
+    def _known_or_width(self, call: StepCall, padding: PaddingSeen, *, trims: bool) -> Known:
         try:
-            return self.ahead(call, trims=trims)
+            return self._known(call, padding, trims=trims)
         except Exception as error:
             if call.training:
                 raise
-            # A sanity check's batch may lack what the module's hooks read in training batches.
-            rank_zero_info(
-                f"pipeswift: what {type(self._module).__name__} tells of its batches does not fit "
-                f"the first, of {call.hook} ({error!r}): it is planned by its width."
-            )
+            # Evaluation's batches may lack what the module's hooks read in training batches.
+            if call.hook not in self._told:
+                self._told.add(call.hook)
+                rank_zero_info(
+                    f"pipeswift: what {type(self._module).__name__} tells of its batches does not "
+                    f"fit those of {call.hook} ({error!r}): they are planned by their width."
+                )
         packed = isinstance(call.source, PackedBatch)
         lengths = SampleLengths(call.source.lengths, {}) if packed else _equal_lengths(call)
-        return Known(lengths, _layout(call), packed, None)
+        return Known(lengths, _layout(call), free=False, sessions=None)
 
     def what_is_cut(self, known: Known) -> str:
         """Return in words what may be cut off: tensors, dims, and the padding's values."""

@@ -86,7 +86,7 @@ class StepPlanner:
             call: A step on the batch.
             partition: The partition, if it is fixed.
         """
-        known = self._batches.of_first(call, trims=self.trimming.applies(call.hook))
+        known = self._batches.ahead(call, trims=self.trimming.applies(call.hook))
         workload = self._workload(model, call, known, partition)
         wanted = self._wanted(call)
         return choose_plan(workload, num_micro_batches=wanted, schedules=self._schedules)
