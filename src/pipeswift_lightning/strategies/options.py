@@ -12,7 +12,6 @@ from pipeswift_lightning.plan.microbatches import (
     sizes_for,
     split_batch_size,
 )
-from pipeswift_lightning.plan.schedules import build_schedule
 
 __all__ = ["LossScope", "LossWeight", "OptionError", "PipelineOptions"]
 
@@ -42,8 +41,10 @@ class LossWeight(StrEnum):
 class PipelineOptions:
     """The arguments of `PipeSwiftStrategy` that shape the plan; see there.
 
+    Each value is right by itself: `PipeSwiftStrategy` has looked at it.
+
     Raises:
-        OptionError: A value is out of its range.
+        OptionError: Two of them do not go together.
     """
 
     stages: int | None = None
@@ -64,33 +65,19 @@ class PipelineOptions:
     memory_limit: tuple[float, ...] | float | None = None
 
     def __post_init__(self) -> None:
-        if self.stages is not None and self.stages < 1:
-            _refuse("stages", self.stages, "1 or more, or None for one stage a device")
-        counts = self.micro_batches
-        if isinstance(counts, int) and counts < 1:
-            _refuse("micro_batches", counts, 'at least 1, or "auto"')
-        if isinstance(counts, tuple) and (not counts or min(counts) < 1):
-            _refuse("micro_batches", counts, "samples of each micro-batch, 1 or more each")
-        if self.partition is not None and (not self.partition or min(self.partition) < 1):
-            _refuse("partition", self.partition, "layers of each stage, 1 or more each")
-        if self.receive_window is not None and self.receive_window < 1:
-            _refuse("receive_window", self.receive_window, "1 or more")
-        counts = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,)
-        if not counts or min(counts) < 0:
-            rule = "true, false, a number of layers a stage, or a list of them, 0 or more each"
-            _refuse("recompute", self.recompute, rule)
         if self.compile is not None and self.recompute:
             # A recompiled layer keeps other tensors than it did in its first run.
-            _refuse("compile", dict(self.compile), "not set together with recompute")
-        if self.trim not in (True, False, "auto"):
-            _refuse("trim", self.trim, 'true, false, or "auto"')
-        limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
-        if any(limit is not None and limit <= 0 for limit in limits):
-            _refuse("memory_limit", self.memory_limit, "bytes of a stage, or of each, above 0")
-        # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
-        stages = self.stages or (len(self.partition) if self.partition else 2)
-        warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
-        build_schedule(self.schedule_name, stages, 2 * stages, warm_up=warm_up)
+            msg = (
+                f"compile={dict(self.compile)!r} and recompute={self.recompute!r} are not allowed "
+                "together. Rule: a layer is compiled or computed again. Remedy: leave out one"
+            )
+            raise OptionError(msg)
+        if self.warm_up is not None and self.schedule_name != "1f1b":
+            msg = (
+                f"warm_up={self.warm_up!r} is not allowed with schedule={self.schedule!r}. Rule: "
+                'it is a setting of 1f1b. Remedy: leave it out, or schedule="1f1b"'
+            )
+            raise OptionError(msg)
 
     @property
     def schedule_name(self) -> str:
@@ -117,38 +104,34 @@ class PipelineOptions:
         trim: bool | str,
         memory_limit: Sequence[float] | float | None,
     ) -> "PipelineOptions":
-        """Check and freeze what the user gave."""
-        if isinstance(micro_batches, str) and micro_batches != "auto":
-            _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
-        uniform = isinstance(partition, str)
-        if uniform and partition != "uniform":
-            _refuse("partition", partition, 'layers of each stage, or "uniform"')
-        if loss not in list(LossScope):
-            _refuse("loss", loss, " or ".join(map(repr, map(str, LossScope))))
-        if loss_weight not in list(LossWeight):
-            _refuse("loss_weight", loss_weight, " or ".join(map(repr, map(str, LossWeight))))
+        """Freeze what the user gave."""
         counts: int | tuple[int, ...] | None
         if micro_batches is None or isinstance(micro_batches, str):
             counts = None
-        elif isinstance(micro_batches, int):
-            counts = micro_batches
+        elif isinstance(micro_batches, Sequence):
+            counts = tuple(map(int, micro_batches))
         else:
-            counts = tuple(int(size) for size in micro_batches)
-        depth = warm_up if warm_up is None or isinstance(warm_up, int | float) else tuple(warm_up)
+            counts = int(micro_batches)
         return cls(
-            stages=stages,
+            stages=None if stages is None else int(stages),
             micro_batches=counts,
             schedule=schedule,
-            warm_up=depth,
-            partition=None if partition is None or isinstance(partition, str) else tuple(partition),
-            uniform=uniform,
+            warm_up=tuple(map(int, warm_up)) if isinstance(warm_up, Sequence) else warm_up,
+            partition=(
+                None
+                if partition is None or isinstance(partition, str)
+                else tuple(map(int, partition))
+            ),
+            uniform=isinstance(partition, str),
             dynamic_shapes=dynamic_shapes,
             loss=LossScope(loss),
             loss_weight=LossWeight(loss_weight),
-            receive_window=receive_window,
+            receive_window=None if receive_window is None else int(receive_window),
             network=(network,) if isinstance(network, str) else tuple(network) if network else None,
             compile=_compile_settings(compile),
-            recompute=recompute if isinstance(recompute, int) else tuple(recompute),
+            recompute=(
+                tuple(map(int, recompute)) if isinstance(recompute, Sequence) else recompute
+            ),
             costs=None if costs is None else str(costs),
             trim=trim,
             memory_limit=_bytes(memory_limit),
@@ -157,7 +140,7 @@ class PipelineOptions:
     def check_stages(self, num_stages: int) -> None:
         """Check that what lists a number for each stage lists as many as there are.
 
-        With one stage such lists are of no account, so that a configuration can be tried there.
+        With one stage such lists are of no account: see `for_stages`.
 
         Raises:
             OptionError: ``partition``, ``warm_up``, ``recompute`` or ``memory_limit`` does not.
@@ -171,22 +154,35 @@ class PipelineOptions:
                 )
                 raise OptionError(msg)
 
-    def num_recomputed(self, stage: int, num_layers: int, num_stages: int) -> int:
-        """Return how many of a stage's layers are recomputed in backward.
+    def for_stages(self, num_stages: int) -> "PipelineOptions":
+        """Return what holds for so many stages.
 
-        Raises:
-            OptionError: ``recompute`` lists another number of stages.
+        With one, a configuration made for several can be tried: what lists a number for each stage
+        is left out, but for ``recompute``, whose layers are then all in this stage.
+
+        Example:
+            >>> many = PipelineOptions(partition=(1, 3), warm_up=(2, 1), recompute=(0, 2))
+            >>> one = many.for_stages(1)
+            >>> one.partition, one.warm_up, one.recompute, many.for_stages(2) == many
+            (None, None, 2, True)
         """
+        if num_stages > 1:
+            return self
+        warm_up, limit, wanted = self.warm_up, self.memory_limit, self.recompute
+        return replace(
+            self,
+            partition=None,
+            warm_up=None if isinstance(warm_up, tuple) else warm_up,
+            memory_limit=None if isinstance(limit, tuple) else limit,
+            recompute=sum(wanted) if isinstance(wanted, tuple) else wanted,
+        )
+
+    def num_recomputed(self, stage: int, num_layers: int) -> int:
+        """Return how many of a stage's layers are recomputed in backward."""
         wanted = self.recompute
         if isinstance(wanted, bool):
             return num_layers if wanted else 0
-        if isinstance(wanted, tuple):
-            if len(wanted) != num_stages:
-                _refuse(
-                    "recompute", list(wanted), f"one number a stage, and there are {num_stages}"
-                )
-            wanted = wanted[stage]
-        return min(wanted, num_layers)
+        return min(wanted[stage] if isinstance(wanted, tuple) else wanted, num_layers)
 
     def sizes(self, batch_size: int, num_stages: int, *, may_be_smaller: bool) -> MicroBatches:
         """Return the micro-batches of a batch.
@@ -251,15 +247,10 @@ def _too_small(batch_size: int, wanted: int) -> None:
     raise OptionError(msg)
 
 
-def _refuse(name: str, value: object, rule: str) -> None:
-    msg = f"{name}={value!r} is not allowed. Rule: {name} is {rule}"
-    raise OptionError(msg)
-
-
 def _bytes(limit: Sequence[float] | float | None) -> tuple[float, ...] | float | None:
     if limit is None:
         return None
-    return float(limit) if isinstance(limit, int | float) else tuple(map(float, limit))
+    return tuple(map(float, limit)) if isinstance(limit, Sequence) else float(limit)
 
 
 def _compile_settings(

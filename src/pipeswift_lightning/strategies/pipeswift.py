@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.communication import CommunicationError
+from pipeswift_lightning.strategies.argument import checked
 from pipeswift_lightning.strategies.choice import choose_networks
 from pipeswift_lightning.strategies.clipping import GlobalNorms
 from pipeswift_lightning.strategies.closures import once
@@ -37,7 +38,8 @@ from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_
 from pipeswift_lightning.strategies.handover import GradientHandover, skipped_loss, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.optimizers import unwrapped
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.option_arguments import OPTION_ARGUMENTS
+from pipeswift_lightning.strategies.options import OptionError, PipelineOptions
 from pipeswift_lightning.strategies.repartition import MovableStrategy
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step_clock import StepClock
@@ -98,7 +100,7 @@ class PipeSwiftStrategy(MovableStrategy):
         precision_plugin: Set by the Trainer, or your plugin.
 
     Raises:
-        OptionError: An argument is out of its range.
+        OptionError: An argument is of another type, out of its range, or not known.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -111,6 +113,7 @@ class PipeSwiftStrategy(MovableStrategy):
 
     strategy_name = "pipeswift"
 
+    @checked(OPTION_ARGUMENTS, OptionError)
     def __init__(  # noqa: PLR0913 -- the user's knobs, then what Lightning itself passes
         self,
         *,
@@ -200,16 +203,17 @@ class PipeSwiftStrategy(MovableStrategy):
         self.model_to_device()
         if self._collectives is not None and self.mesh.world_size > 1:
             start_alike(module, self._collectives, self.root_device)
+        options = self.options.for_stages(self.mesh.num_stages)
         self._session = PipelineSession(
             module,
             networks[0],
             self.groups,
-            self.options,
+            options,
             self.root_device,
             self._watch.progress,
             self,
         )
-        self._steps = StepRunner(self._session, self.options, self._assembly)
+        self._steps = StepRunner(self._session, options, self._assembly)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)
