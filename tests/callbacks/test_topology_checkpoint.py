@@ -135,6 +135,7 @@ def _all(folder: Path) -> None:
     _reuse(folder)
     _finished(folder)
     _by_replica(folder)
+    _unwritable(folder)
 
 
 @pytest.mark.slow
@@ -289,17 +290,20 @@ def test_state_that_could_only_be_executed_is_refused(tmp_path: Path) -> None:
     assert _steps(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    callback = TopologyCheckpoint(tmp_path / "file", every_n_steps=1, watch_file=False)
-    with pytest.raises(CheckpointError, match=r"the checkpoint was not made\. rank 0: .*file"):
-        _trainer(callbacks=[callback]).fit(_module(), DATA())
+def _unwritable(folder: Path) -> None:
+    """Before the first batch, on every rank, though only one of them cannot write."""
+    (folder / "file").touch()
+    mine = folder / "file" if dist.get_rank() == 1 else folder / "mine"
+    callback, counts = TopologyCheckpoint(mine, every_n_steps=1), Counts()
+    with pytest.raises(CheckpointError, match=r"\(rank 1: .*file.*\)\. Rule: .* Remedy: "):
+        fit(_module, DATA, PipeSwiftStrategy(), max_epochs=1, callbacks=[callback, counts])
+    assert counts.batches == 0
 
 
 def test_arguments_and_strategies_are_checked() -> None:
-    for kwargs in ({"keep": 0}, {"every_n_steps": 0}, {"every_minutes": -1.0}):
-        with pytest.raises(ValueError, match=r"is not allowed\. Rule: .* Remedy: "):
-            TopologyCheckpoint("x", **kwargs)
+    for name in ("SIGKILL", "SIGSTOP", "SIGSEGV"):
+        with pytest.raises(ValueError, match=rf"{name}, which cannot be .*Rule: .* Remedy: "):
+            TopologyCheckpoint("x", signals=["SIGUSR1", name])
     with pytest.raises(ValueError, match=r"SIGNONE.*Rule: .* Remedy: one of SIGHUP"):
         TopologyCheckpoint("x", signals=["SIGNONE"])
     slurm, other = SLURMEnvironment(requeue_signal=signal.SIGUSR1), [signal.SIGUSR2]

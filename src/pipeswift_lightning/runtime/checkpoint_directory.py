@@ -12,6 +12,7 @@ import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 __all__ = [
@@ -164,6 +165,17 @@ class CheckpointDirectory:
                 warnings.warn(f"the checkpoint {path} is passed over: {found}", stacklevel=2)
         whole = [(found, path) for path, found in looks if isinstance(found, int)]
         return max(whole)[1] if whole else None
+
+    def why_not_writable(self) -> str | None:
+        """Make the folder, and write to it; return what hinders this process, if anything does."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(prefix=".writable", dir=self.path) as file:
+                file.write(b"1")
+                file.flush()
+        except OSError as error:
+            return str(error)
+        return None
 
     def begin(self, step: int, keep: int | None) -> "Commit":
         """Choose a name for a checkpoint of ``step``; nothing is written yet."""

@@ -85,8 +85,8 @@ def _check_hooks(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
         msg = (
             f"layer {hooked[0]} of {name} has a forward pre-hook (old-style spectral_norm or "
             "weight_norm, say), which would see values of other stages. Rule: a layer has none. "
-            "Remedy: use torch.nn.utils.parametrizations, or put the layer into a module of its own, such as "
-            "nn.Sequential(layer) within the block"
+            "Remedy: use torch.nn.utils.parametrizations, or put the layer into a module of its "
+            "own, such as nn.Sequential(layer) within the block"
         )
         raise ContractError(msg)
 

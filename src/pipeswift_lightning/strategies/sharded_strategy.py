@@ -17,6 +17,7 @@ from pipeswift_lightning.runtime.checkpoint_directory import (
     find_whole,
 )
 from pipeswift_lightning.runtime.topology import Layout, Structure, Topology, versions
+from pipeswift_lightning.strategies.checkpoint_folder import require_writable
 from pipeswift_lightning.strategies.epoch_position import EpochPosition
 from pipeswift_lightning.strategies.hushed_warning import HushedWarning
 from pipeswift_lightning.strategies.loader_seeds import LoaderSeeds
@@ -64,6 +65,11 @@ class ShardedStrategy(StateStrategy):
         if self._saver is None:
             self._saver = ShardSaver(self._timeout, self.root_device)
         return self._saver
+
+    def require_writable(self, dirpath: Path) -> None:
+        """See that every rank can write to a folder; collective over all ranks."""
+        assert self._collectives is not None
+        require_writable(dirpath, self._collectives, self.mesh)
 
     def save_sharded(
         self,
