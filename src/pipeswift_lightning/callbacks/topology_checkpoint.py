@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
 from pipeswift_lightning.callbacks.pipeline import CallbackError
-from pipeswift_lightning.runtime.checkpoint_directory import CheckpointDirectory
+from pipeswift_lightning.runtime.checkpoint_directory import CheckpointDirectory, FoundCheckpoint
 from pipeswift_lightning.strategies.argument import (
     COUNT,
     FLAG,
@@ -29,12 +29,9 @@ SAVE_NOW = "SAVE_NOW"
 
 
 _DEADLY = {
-    signal.SIGKILL: "ends a process at once",
-    signal.SIGSTOP: "stops a process at once",
-    **dict.fromkeys(
-        (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
-        "says that the process has failed",
-    ),
+    "SIGKILL": "ends a process at once",
+    "SIGSTOP": "stops a process at once",
+    **dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"), "says that the process has failed"),
 }
 _ARGUMENTS = {
     "dirpath": PATH,
@@ -138,9 +135,12 @@ class TopologyCheckpoint(Callback):
     def latest(dirpath: str | Path) -> Path | None:
         """Return the newest whole checkpoint in ``dirpath``; ``None`` if there is none.
 
-        ``trainer.fit(..., ckpt_path=TopologyCheckpoint.latest(dirpath))`` begins or resumes.
+        ``trainer.fit(..., ckpt_path=TopologyCheckpoint.latest(dirpath))`` begins or resumes. Its
+        bytes are compared with their checksums when it is loaded; if some are damaged, the one
+        before it is taken, with a warning.
         """
-        return CheckpointDirectory(Path(dirpath)).newest()
+        newest = CheckpointDirectory(Path(dirpath)).newest()
+        return None if newest is None else FoundCheckpoint(newest)
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -280,12 +280,12 @@ def _signal(name: str) -> signal.Signals:
     if number is None:
         msg = (
             f"signals names {name!r}. Rule: each is the name of a signal. Remedy: one of "
-            f"{', '.join(s.name for s in signal.Signals if s not in _DEADLY)}"
+            f"{', '.join(s.name for s in signal.Signals if s.name not in _DEADLY)}"
         )
         raise CallbackError(msg)
-    if number in _DEADLY:
+    if name in _DEADLY:
         msg = (
-            f"signals names {name}, which cannot be handled: it {_DEADLY[number]}. Rule: a signal "
+            f"signals names {name}, which cannot be handled: it {_DEADLY[name]}. Rule: a signal "
             'that asks for a save leaves the process running. Remedy: signals=["SIGUSR1"], say'
         )
         raise CallbackError(msg)

@@ -14,10 +14,9 @@ from typing_extensions import override
 from pipeswift_lightning.runtime.checkpoint_directory import (
     CheckpointDirectory,
     Commit,
-    find_whole,
 )
 from pipeswift_lightning.runtime.topology import Layout, Structure, Topology, versions
-from pipeswift_lightning.strategies.checkpoint_folder import require_writable
+from pipeswift_lightning.strategies.checkpoint_folder import find_sound, require_writable
 from pipeswift_lightning.strategies.epoch_position import EpochPosition
 from pipeswift_lightning.strategies.hushed_warning import HushedWarning
 from pipeswift_lightning.strategies.loader_seeds import LoaderSeeds
@@ -213,11 +212,7 @@ class ShardedStrategy(StateStrategy):
     ) -> dict[str, Any]:
         """Read Lightning's state; the tensors follow when Lightning asks for them to be loaded."""
         self._source = self._position = self._logged = None
-        found: Path | None = None
-        if self.global_rank == 0:
-            found = find_whole(Path(checkpoint_path))
-        if self._collectives is not None:
-            found = self._collectives.broadcast(found, 0)
+        found = find_sound(checkpoint_path, self._collectives, self.mesh, self.global_rank)
         if found is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module
