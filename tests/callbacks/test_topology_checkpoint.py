@@ -20,6 +20,7 @@ from pipeswift_lightning.callbacks import TopologyCheckpoint
 from pipeswift_lightning.callbacks.topology_checkpoint import require_own_signals
 from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
 from pipeswift_lightning.runtime.topology import Topology
+from pipeswift_lightning.strategies.checkpoint_folder import find_sound
 from pipeswift_lightning.strategies.consolidate import consolidate
 from pipeswift_lightning.strategies.shard_source import ShardSource
 from tests.helpers.distributed import run_ranks
@@ -135,6 +136,7 @@ def _all(folder: Path) -> None:
     _reuse(folder)
     _finished(folder)
     _by_replica(folder)
+    _unwritable(folder)
 
 
 @pytest.mark.slow
@@ -213,8 +215,8 @@ def test_another_format_and_a_changed_description_are_refused(saved: Path, tmp_p
     less = {k: v for k, v in described.items() if k not in ("layers", "versions")}
     model = described["model"]
     for changed, words in (
-        ({**described, "format_version": 99}, r"version 99\. Rule: .* 2 alone\. Remedy: .*newer "),
-        ({**described, "format_version": 1}, r"version 1\. Rule: .* 2 alone\. Remedy: .*older "),
+        ({**described, "format_version": 99}, r"version 99\. Rule: .* 3 alone\. Remedy: .*newer "),
+        ({**described, "format_version": 1}, r"version 1\. Rule: .* 3 alone\. Remedy: .*older "),
         ({**described, "format_version": None}, "version None"),
         ({**less, "more": 1}, r"json lacks 'layers', 'versions' and has an unknown 'more'\. Rule:"),
         ({**described, "layout": {"backend": "gloo"}}, r"'layout' in .* lacks 'num_replicas', "),
@@ -223,6 +225,49 @@ def test_another_format_and_a_changed_description_are_refused(saved: Path, tmp_p
         (tmp_path / "topology.json").write_text(json.dumps(changed))
         with pytest.raises(CheckpointError, match=words):
             Topology.read(tmp_path)
+
+
+def _flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_in_any_file_is_found_by_name(saved: Path, tmp_path: Path) -> None:
+    """Once, sizes alone were compared, and another number was trained with."""
+    for file in sorted((saved / "step4").iterdir()):
+        folder = tmp_path / file.name
+        shutil.copytree(saved, folder)
+        latest = TopologyCheckpoint.latest(folder)
+        assert latest == folder / "step4"
+        _flip(folder / "step4" / file.name)
+        refused = rf"step4 is no whole checkpoint: .*{file.name} .*checksum.*Rule: .*Remedy: "
+        with pytest.raises(CheckpointError, match=refused):
+            find_sound(folder / "step4")
+        for meant in (folder, str(folder / "LATEST"), latest):
+            with pytest.warns(UserWarning, match=rf"step4 is passed over: .*{file.name}"):
+                assert find_sound(meant) == folder / "step2"
+    with pytest.raises(CheckpointError, match=rf"step4 is no whole checkpoint: .*{file.name}"):
+        _trainer().fit(_module(tied="module"), DATA(), ckpt_path=str(folder / "step4"))
+    trainer = _trainer()
+    with pytest.warns(UserWarning, match="step4 is passed over"):
+        trainer.fit(_module(tied="module"), DATA(), ckpt_path=latest)
+    assert trainer.global_step == 5
+    _flip(folder / "step2" / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint \(step2: .*; step4: .*Remedy:"):
+        consolidate(folder, tmp_path / "whole.ckpt")
+
+
+def test_a_checkpoint_of_the_format_without_checksums_is_read(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "step4", tmp_path / "step4")
+    file = tmp_path / "step4" / "topology.json"
+    described = json.loads(file.read_text())
+    old = {k: v for k, v in described.items() if k not in ("checksums", "checksum")}
+    file.write_text(json.dumps({**old, "format_version": 2}))
+    trainer = _trainer()
+    trainer.fit(_module(tied="module"), DATA(), ckpt_path=TopologyCheckpoint.latest(tmp_path))
+    assert trainer.global_step == 5
 
 
 def test_a_state_that_lacks_keys_is_refused_with_all_of_them(saved: Path, tmp_path: Path) -> None:
@@ -289,17 +334,20 @@ def test_state_that_could_only_be_executed_is_refused(tmp_path: Path) -> None:
     assert _steps(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    callback = TopologyCheckpoint(tmp_path / "file", every_n_steps=1, watch_file=False)
-    with pytest.raises(CheckpointError, match=r"the checkpoint was not made\. rank 0: .*file"):
-        _trainer(callbacks=[callback]).fit(_module(), DATA())
+def _unwritable(folder: Path) -> None:
+    """Before the first batch, on every rank, though only one of them cannot write."""
+    (folder / "file").touch()
+    mine = folder / "file" if dist.get_rank() == 1 else folder / "mine"
+    callback, counts = TopologyCheckpoint(mine, every_n_steps=1), Counts()
+    with pytest.raises(CheckpointError, match=r"\(rank 1: .*file.*\)\. Rule: .* Remedy: "):
+        fit(_module, DATA, PipeSwiftStrategy(), max_epochs=1, callbacks=[callback, counts])
+    assert counts.batches == 0
 
 
 def test_arguments_and_strategies_are_checked() -> None:
-    for kwargs in ({"keep": 0}, {"every_n_steps": 0}, {"every_minutes": -1.0}):
-        with pytest.raises(ValueError, match=r"is not allowed\. Rule: .* Remedy: "):
-            TopologyCheckpoint("x", **kwargs)
+    for name in ("SIGKILL", "SIGSTOP", "SIGSEGV"):
+        with pytest.raises(ValueError, match=rf"{name}, which cannot be .*Rule: .* Remedy: "):
+            TopologyCheckpoint("x", signals=["SIGUSR1", name])
     with pytest.raises(ValueError, match=r"SIGNONE.*Rule: .* Remedy: one of SIGHUP"):
         TopologyCheckpoint("x", signals=["SIGNONE"])
     slurm, other = SLURMEnvironment(requeue_signal=signal.SIGUSR1), [signal.SIGUSR2]

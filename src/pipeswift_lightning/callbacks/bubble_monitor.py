@@ -13,7 +13,6 @@ from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
     PlanKey,
-    check_count,
     log_scalars,
     pipeline_of,
     plan_key,
@@ -22,8 +21,16 @@ from pipeswift_lightning.callbacks.replica_report import ReplicaReport
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums
 from pipeswift_lightning.plan.instructions import Schedule
+from pipeswift_lightning.strategies.argument import COUNT, TEXT, Argument, checked, is_number
 
 __all__ = ["BubbleMonitor"]
+
+
+_IDLE = Argument(
+    "a share of the time, above 0 and at most 1",
+    "warn_above=0.5 warns of stages idle half of the time",
+    lambda value: is_number(value) and 0 < value <= 1,
+)
 
 
 class BubbleMonitor(Callback):
@@ -66,16 +73,11 @@ class BubbleMonitor(Callback):
         CallbackError: An argument is out of its range.
     """
 
+    @checked({"every_n_steps": COUNT, "warn_above": _IDLE, "prefix": TEXT}, CallbackError)
     def __init__(
         self, every_n_steps: int = 50, warn_above: float = 0.5, prefix: str = "bubble"
     ) -> None:
-        self.every_n_steps = check_count("BubbleMonitor", "every_n_steps", every_n_steps)
-        if not 0 < warn_above <= 1:
-            message = (
-                f"BubbleMonitor(warn_above={warn_above!r}). Rule: a share of the time, above 0 and "
-                "at most 1. Remedy: warn_above=0.5 warns of stages idle half of the time"
-            )
-            raise CallbackError(message)
+        self.every_n_steps = every_n_steps
         self.warn_above = warn_above
         self.prefix = prefix
         self.reports: list[BubbleReport] = []

@@ -20,15 +20,33 @@ from pipeswift_lightning.callbacks.job_clock import JobClock, planned_steps, tim
 from pipeswift_lightning.callbacks.job_progress import Attempt, Progress, ProgressFile
 from pipeswift_lightning.callbacks.job_table import job_table
 from pipeswift_lightning.callbacks.job_times import slurm_queue_s
-from pipeswift_lightning.callbacks.pipeline import check_count, log_scalars
+from pipeswift_lightning.callbacks.pipeline import CallbackError, log_scalars
 from pipeswift_lightning.callbacks.rates import Rates
 from pipeswift_lightning.plan.planner import Plan
+from pipeswift_lightning.strategies.argument import (
+    COUNT,
+    PATH,
+    TEXT,
+    Argument,
+    checked,
+    is_number,
+)
 
 __all__ = ["JobReport"]
 
 Report = dict[str, Any]
 _REPORT, _PROGRESS = "job.json", "progress.json"
 _WORK = (Part.TRAINING, Part.REPEATED, Part.CHECKPOINT, Part.EVALUATION)
+
+
+_ARGUMENTS = {
+    "monitor": TEXT.or_none("no metric"),
+    "dirpath": PATH.or_none("the trainer's log_dir"),
+    "every_n_steps": COUNT,
+    "peak_flops": Argument(
+        "a number above 0", "peak_flops=312e12, say", lambda value: is_number(value) and value > 0
+    ).or_none("what is known of the GPU"),
+}
 
 
 class JobReport(Callback):
@@ -72,9 +90,10 @@ class JobReport(Callback):
         report: What ``job.json`` says, on rank 0.
 
     Raises:
-        CallbackError: ``every_n_steps`` is no whole number above 0.
+        CallbackError: An argument is out of its range.
     """
 
+    @checked(_ARGUMENTS, CallbackError)
     def __init__(
         self,
         monitor: str | None = None,
@@ -84,7 +103,7 @@ class JobReport(Callback):
     ) -> None:
         self.monitor = monitor
         self.dirpath = dirpath
-        self.every_n_steps = check_count("JobReport", "every_n_steps", every_n_steps)
+        self.every_n_steps = every_n_steps
         self.peak_flops = peak_flops
         self.report: Report
         self._file = ProgressFile(Path(_PROGRESS))

@@ -11,11 +11,17 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from pipeswift_lightning.callbacks.pipeline import ObservablePipeline, pipeline_of, plan_key
+from pipeswift_lightning.callbacks.pipeline import (
+    CallbackError,
+    ObservablePipeline,
+    pipeline_of,
+    plan_key,
+)
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.planner import Plan
+from pipeswift_lightning.strategies.argument import COUNT, PATH, checked
 
 __all__ = ["MeasuredStep", "StepRecord"]
 
@@ -60,8 +66,12 @@ class StepRecord(Callback):
     Args:
         dirpath: The folder.
         window: Number of last steps that count; the first ones, with their allocations, fall out.
+
+    Raises:
+        CallbackError: An argument is out of its range.
     """
 
+    @checked({"dirpath": PATH, "window": COUNT}, CallbackError)
     def __init__(self, dirpath: str | Path, window: int = 50) -> None:
         self.dirpath = Path(dirpath)
         self._steps: deque[tuple[Plan, StepParts]] = deque(maxlen=window)

@@ -14,7 +14,6 @@ __all__ = [
     "CallbackError",
     "ObservablePipeline",
     "PlanKey",
-    "check_count",
     "log_scalars",
     "pipeline_of",
     "plan_key",
@@ -24,7 +23,7 @@ PlanKey = tuple[int, Partition] | None
 
 
 class CallbackError(ValueError):
-    """An argument of a callback that is out of its range."""
+    """An argument of a callback is of another type, out of its range, or not known."""
 
 
 class ObservablePipeline(Protocol):
@@ -83,18 +82,3 @@ def log_scalars(trainer: Trainer, values: Mapping[str, float]) -> None:
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
         logger.log_metrics(dict(values), step=step)
-
-
-def check_count(callback: str, name: str, value: int) -> int:
-    """Return ``value``, a number of steps.
-
-    Raises:
-        CallbackError: It is no integer above 0.
-    """
-    if type(value) is not int or value < 1:
-        message = (
-            f"{callback}({name}={value!r}). Rule: a whole number of steps, 1 or more. "
-            f"Remedy: {name}=50, say"
-        )
-        raise CallbackError(message)
-    return value

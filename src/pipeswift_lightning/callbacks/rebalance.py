@@ -12,7 +12,6 @@ from typing_extensions import override
 from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
-    check_count,
     log_scalars,
     pipeline_of,
 )
@@ -26,6 +25,15 @@ from pipeswift_lightning.plan.rebalance import (
     decide,
 )
 from pipeswift_lightning.plan.trial import Judgement, RebalanceState
+from pipeswift_lightning.strategies.argument import (
+    COUNT,
+    SHARE,
+    TEXT,
+    Argument,
+    checked,
+    is_count,
+    is_number,
+)
 from pipeswift_lightning.strategies.repartition import RepartitionError
 
 __all__ = ["Rebalance", "Rebalanced"]
@@ -70,6 +78,22 @@ class Rebalanced:
     judgement: Judgement | None = None
 
 
+_ARGUMENTS = {
+    "every_n_steps": COUNT,
+    "threshold": SHARE,
+    "window": COUNT,
+    "kept_share": Argument(
+        "a share of the gain, from 0 to 1",
+        "kept_share=0.5, say",
+        lambda value: is_number(value) and 0 <= value <= 1,
+    ),
+    "cool_down": Argument(
+        "a whole number, 0 or more", "cool_down=100, say", lambda value: is_count(value, least=0)
+    ).or_none("every_n_steps"),
+    "prefix": TEXT,
+}
+
+
 class Rebalance(Callback):
     """Move layers between stages when a shorter step is predicted, and back if it does not come.
 
@@ -101,10 +125,10 @@ class Rebalance(Callback):
         decisions: What every look found.
 
     Raises:
-        CallbackError: A number of steps is out of its range.
-        RebalanceError: A share is.
+        CallbackError: An argument is out of its range.
     """
 
+    @checked(_ARGUMENTS, CallbackError)
     def __init__(
         self,
         every_n_steps: int = 200,
@@ -115,8 +139,8 @@ class Rebalance(Callback):
         cool_down: int | None = None,
         prefix: str = "rebalance",
     ) -> None:
-        self.every_n_steps = check_count("Rebalance", "every_n_steps", every_n_steps)
-        self.window = check_count("Rebalance", "window", window)
+        self.every_n_steps = every_n_steps
+        self.window = window
         if window > every_n_steps:
             message = (
                 f"Rebalance(every_n_steps={every_n_steps}, window={window}). Rule: a window lies "

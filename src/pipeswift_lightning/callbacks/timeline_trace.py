@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from pipeswift_lightning.callbacks.pipeline import ObservablePipeline, check_count, pipeline_of
+from pipeswift_lightning.callbacks.pipeline import CallbackError, ObservablePipeline, pipeline_of
 from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.drawing import Panel, page, png, require_matplotlib, write_chrome_trace
@@ -15,6 +15,7 @@ from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.simulator import simulate
 from pipeswift_lightning.plan.timeline import Timeline
+from pipeswift_lightning.strategies.argument import COUNT, FLAG, PATH, checked
 
 __all__ = ["TimelineTrace"]
 
@@ -41,10 +42,18 @@ class TimelineTrace(Callback):
         png: Whether to draw a PNG, which needs the extra ``plot``.
 
     Raises:
-        CallbackError: ``every_n_steps`` is no whole number above 0.
+        CallbackError: An argument is out of its range.
         DrawingError: A PNG is asked for and matplotlib is not installed.
     """
 
+    @checked(
+        {
+            "every_n_steps": COUNT,
+            "dirpath": PATH.or_none("the trainer's log_dir"),
+            "png": FLAG,
+        },
+        CallbackError,
+    )
     def __init__(
         self,
         every_n_steps: int = 500,
@@ -52,7 +61,7 @@ class TimelineTrace(Callback):
         *,
         png: bool = True,
     ) -> None:
-        self.every_n_steps = check_count("TimelineTrace", "every_n_steps", every_n_steps)
+        self.every_n_steps = every_n_steps
         self.dirpath = dirpath
         self.png = png
         if png:

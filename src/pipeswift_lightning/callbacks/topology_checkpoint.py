@@ -12,11 +12,46 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from typing_extensions import override
 
-from pipeswift_lightning.runtime.checkpoint_directory import CheckpointDirectory
+from pipeswift_lightning.callbacks.pipeline import CallbackError
+from pipeswift_lightning.runtime.checkpoint_directory import CheckpointDirectory, FoundCheckpoint
+from pipeswift_lightning.strategies.argument import (
+    COUNT,
+    FLAG,
+    PATH,
+    Argument,
+    checked,
+    is_number,
+)
 
 __all__ = ["SAVE_NOW", "TopologyCheckpoint", "require_own_signals"]
 
 SAVE_NOW = "SAVE_NOW"
+
+
+_DEADLY = {
+    "SIGKILL": "ends a process at once",
+    "SIGSTOP": "stops a process at once",
+    **dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"), "says that the process has failed"),
+}
+_ARGUMENTS = {
+    "dirpath": PATH,
+    "every_n_steps": COUNT.or_none("none"),
+    "every_minutes": Argument(
+        "a number above 0", "every_minutes=10, say", lambda value: is_number(value) and value > 0
+    ).or_none("none"),
+    "keep": COUNT.or_none("all of them"),
+    "asynchronous": FLAG,
+    "signals": Argument(
+        "a list of names of signals",
+        'signals=["SIGUSR1"], or signals=[] for none',
+        lambda value: (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and all(isinstance(name, str) for name in value)
+        ),
+    ),
+    "watch_file": FLAG,
+}
 
 
 @runtime_checkable
@@ -26,6 +61,8 @@ class _SavesShards(Protocol):
     def save_sharded(
         self, dirpath: str | Path, *, fresh: bool, asynchronous: bool, keep: int | None
     ) -> Path: ...
+
+    def require_writable(self, dirpath: Path) -> None: ...
 
     def note_epoch_start(self) -> None: ...
 
@@ -61,13 +98,15 @@ class TopologyCheckpoint(Callback):
     by one small reduction.
 
     Raises:
-        ValueError: An argument is out of its range.
+        CallbackError: An argument is out of its range.
+        CheckpointError: At the start of a fit, some rank cannot write to ``dirpath``.
 
     Example:
         >>> TopologyCheckpoint.latest("no/such/folder") is None
         True
     """
 
+    @checked(_ARGUMENTS, CallbackError)
     def __init__(
         self,
         dirpath: str | Path,
@@ -79,7 +118,6 @@ class TopologyCheckpoint(Callback):
         signals: Sequence[str] = (),
         watch_file: bool = True,
     ) -> None:
-        _require_positive(every_n_steps=every_n_steps, every_minutes=every_minutes, keep=keep)
         self.dirpath = Path(dirpath)
         self.every_n_steps = every_n_steps
         self.every_minutes = every_minutes
@@ -97,16 +135,19 @@ class TopologyCheckpoint(Callback):
     def latest(dirpath: str | Path) -> Path | None:
         """Return the newest whole checkpoint in ``dirpath``; ``None`` if there is none.
 
-        ``trainer.fit(..., ckpt_path=TopologyCheckpoint.latest(dirpath))`` begins or resumes.
+        ``trainer.fit(..., ckpt_path=TopologyCheckpoint.latest(dirpath))`` begins or resumes. Its
+        bytes are compared with their checksums when it is loaded; if some are damaged, the one
+        before it is taken, with a warning.
         """
-        return CheckpointDirectory(Path(dirpath)).newest()
+        newest = CheckpointDirectory(Path(dirpath)).newest()
+        return None if newest is None else FoundCheckpoint(newest)
 
     # -- set-up -------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            _strategy(trainer)
+            _strategy(trainer).require_writable(self.dirpath)
             environment = trainer._accelerator_connector.cluster_environment
             require_own_signals(environment, self._signals)
             trainer.callbacks = _placed_last(self, trainer.callbacks)  # type: ignore[attr-defined]
@@ -234,22 +275,18 @@ def _strategy(trainer: Trainer) -> _SavesShards:
     return strategy
 
 
-def _require_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and value <= 0:
-            msg = (
-                f"{name}={value!r} is not allowed. Rule: {name} is more than 0. Remedy: {name}=None"
-                f" {'keeps all' if name == 'keep' else 'turns it off'}"
-            )
-            raise ValueError(msg)
-
-
 def _signal(name: str) -> signal.Signals:
-    try:
-        return signal.Signals[name]
-    except KeyError:
+    number = signal.Signals.__members__.get(name)
+    if number is None:
         msg = (
             f"signals names {name!r}. Rule: each is the name of a signal. Remedy: one of "
-            f"{', '.join(s.name for s in signal.Signals)}"
+            f"{', '.join(s.name for s in signal.Signals if s.name not in _DEADLY)}"
         )
-        raise ValueError(msg) from None
+        raise CallbackError(msg)
+    if name in _DEADLY:
+        msg = (
+            f"signals names {name}, which cannot be handled: it {_DEADLY[name]}. Rule: a signal "
+            'that asks for a save leaves the process running. Remedy: signals=["SIGUSR1"], say'
+        )
+        raise CallbackError(msg)
+    return number

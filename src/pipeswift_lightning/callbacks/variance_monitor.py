@@ -12,7 +12,6 @@ from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
     PlanKey,
-    check_count,
     log_scalars,
     pipeline_of,
     plan_key,
@@ -21,6 +20,7 @@ from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.variance_report import StageWindow, VarianceReport
 from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.timeline import Event, EventKind
+from pipeswift_lightning.strategies.argument import COUNT, SHARE, TEXT, checked
 
 __all__ = ["VarianceMonitor"]
 
@@ -61,16 +61,11 @@ class VarianceMonitor(Callback):
         CallbackError: An argument is out of its range.
     """
 
+    @checked({"window": COUNT, "warn_above": SHARE, "prefix": TEXT}, CallbackError)
     def __init__(
         self, window: int = 100, warn_above: float = 0.05, prefix: str = "variance"
     ) -> None:
-        self.window = check_count("VarianceMonitor", "window", window)
-        if not 0 < warn_above < 1:
-            message = (
-                f"VarianceMonitor(warn_above={warn_above!r}). Rule: a share of a step, above 0 and "
-                "below 1. Remedy: warn_above=0.05 tells of what costs a twentieth"
-            )
-            raise CallbackError(message)
+        self.window = window
         self.warn_above = warn_above
         self.prefix = prefix
         self.reports: list[VarianceReport] = []

@@ -2,7 +2,8 @@
 
 A checkpoint is written as ``stepN.tmp/`` and renamed when every byte is on the disk. So a folder
 whose name ends otherwise was whole once, whatever happened later, and nothing is ever overwritten:
-a death in the middle of a save leaves what was there before.
+a death in the middle of a save leaves what was there before. What a disk does to its bytes later is
+found by checksums (`why_damaged`), which takes reading all of it.
 """
 
 import json
@@ -10,9 +11,14 @@ import os
 import re
 import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import MappingProxyType
 from typing import Any
+
+from pipeswift_lightning.runtime.checksum import description_checksum, file_checksum, shares
 
 __all__ = [
     "LATEST",
@@ -21,9 +27,11 @@ __all__ = [
     "CheckpointDirectory",
     "CheckpointError",
     "Commit",
+    "FoundCheckpoint",
     "find_whole",
     "sync_directory",
     "what_is_missing",
+    "why_damaged",
     "write_durably",
 ]
 
@@ -34,10 +42,19 @@ _NAME = re.compile(r"step(\d+)(?:-v\d+)?")
 _LEFT = re.compile(_NAME.pattern + r"(?:\.old)?\.tmp")
 _UNFINISHED = ".tmp"
 _LINE = 100
+_WITHOUT_CHECKSUMS = 2  # the format version that had none
+_NOTHING: Mapping[Path, str] = MappingProxyType({})
 
 
 class CheckpointError(Exception):
     """A checkpoint cannot be written, read, or used for this model."""
+
+
+class FoundCheckpoint(type(Path())):  # type: ignore[misc]
+    """A checkpoint that was found to be the newest, not named by the user.
+
+    So if its bytes turn out to be damaged when they are read, the one before it will do.
+    """
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -71,12 +88,18 @@ def _looked_at(path: Path) -> int | str:
     if path.name.endswith(_UNFINISHED):
         return "its name ends with .tmp: it was never finished"
     try:
-        described = json.loads((path / TOPOLOGY_FILE).read_text())
+        described = dict(json.loads((path / TOPOLOGY_FILE).read_text()))
+        if not _is_as_written(described):
+            return f"its {TOPOLOGY_FILE} does not have the checksum that it names"
         sequence, files = int(described["sequence"]), dict(described["files"])
     except (FileNotFoundError, NotADirectoryError):
         return f"it has no {TOPOLOGY_FILE}"
     except (ValueError, KeyError, TypeError):
         return f"its {TOPOLOGY_FILE} cannot be read, or names no files"
+    return _wrong_size(path, files) or sequence
+
+
+def _wrong_size(path: Path, files: Mapping[str, int]) -> str | None:
     for name, size in files.items():
         try:
             held = (path / name).stat().st_size
@@ -84,25 +107,58 @@ def _looked_at(path: Path) -> int | str:
             return f"it has no {name}"
         if held != size:
             return f"{name} has {held} bytes of {size}"
-    return sequence
+    return None
 
 
-def find_whole(path: Path) -> Path | None:
+def _is_as_written(described: dict[str, Any]) -> bool:
+    if described.get("format_version") == _WITHOUT_CHECKSUMS and "checksums" not in described:
+        return True
+    rest = {key: value for key, value in described.items() if key != "checksum"}
+    return bool(described.get("checksum") == description_checksum(rest))
+
+
+def why_damaged(path: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
+    """Read a whole checkpoint, and return what is no longer as it was written.
+
+    Args:
+        path: The checkpoint. One without checksums counts as good.
+        rank: Which share of the files to read.
+        num_ranks: How many read a share each.
+    """
+    try:
+        described = json.loads((path / TOPOLOGY_FILE).read_text())
+        recorded, sizes = described.get("checksums", {}), described["files"]
+        wrong = [
+            name
+            for name in shares({name: sizes[name] for name in recorded}, num_ranks)[rank]
+            if file_checksum(path / name) != recorded[name]
+        ]
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    if not wrong:
+        return None
+    return f"{', '.join(sorted(wrong))} does not have the checksum of when it was written"
+
+
+def find_whole(path: Path, damaged: Mapping[Path, str] = _NOTHING) -> Path | None:
     """Return the checkpoint that ``path`` means; ``None`` if it means no folder of ours.
 
     Args:
         path: A checkpoint, a folder of checkpoints, or the ``LATEST`` in it; the last two mean the
-            newest whole checkpoint.
+            newest whole checkpoint, as a `FoundCheckpoint` does.
+        damaged: Checkpoints that are not whole, as reading them has shown, and why.
 
     Raises:
         CheckpointError: The checkpoint is not whole, or the folder holds none that is.
     """
+    if isinstance(path, FoundCheckpoint):
+        return _newest(Path(path.parent), damaged)
     if path.name == LATEST and (path.is_file() or path.parent.is_dir()):
-        return _newest(path.parent)
+        return _newest(path.parent, damaged)
     if not path.is_dir():
         return None
     if (path / TOPOLOGY_FILE).exists() or path.name.endswith(_UNFINISHED):
-        missing = what_is_missing(path)
+        missing = damaged.get(path) or what_is_missing(path)
         if missing is not None:
             msg = (
                 f"{path} is no whole checkpoint: {missing}. Rule: only whole checkpoints are read. "
@@ -111,14 +167,15 @@ def find_whole(path: Path) -> Path | None:
             raise CheckpointError(msg)
         return path
     if any(_NAME.fullmatch(p.name) or _LEFT.fullmatch(p.name) for p in path.iterdir()):
-        return _newest(path)
+        return _newest(path, damaged)
     return None
 
 
-def _newest(folder: Path) -> Path:
-    newest = CheckpointDirectory(folder).newest()
+def _newest(folder: Path, damaged: Mapping[Path, str]) -> Path:
+    newest = CheckpointDirectory(folder).newest(damaged)
     if newest is None:
-        reasons = [f"{p.name}: {what_is_missing(p)}" for p in sorted(folder.glob("step*"))]
+        found = {p: damaged.get(p) or what_is_missing(p) for p in sorted(folder.glob("step*"))}
+        reasons = [f"{p.name}: {reason}" for p, reason in found.items()]
         msg = (
             f"{folder} holds no whole checkpoint ({'; '.join(reasons) or 'it has no step folders'})"
             ". Rule: only whole checkpoints are read. Remedy: another folder, or ckpt_path=None to "
@@ -153,17 +210,31 @@ class CheckpointDirectory:
         """The whole checkpoints in it, the oldest first."""
         return [path for _, path in self._numbered()]
 
-    def newest(self) -> Path | None:
+    def newest(self, damaged: Mapping[Path, str] = _NOTHING) -> Path | None:
         """The newest whole checkpoint: ``LATEST`` may lag behind it, if a save died at its end.
 
         Warns of those that are damaged, and so passed over.
+
+        Args:
+            damaged: Checkpoints that are not whole, as reading them has shown, and why.
         """
-        looks = sorted(self._looks())
+        looks = sorted((path, damaged.get(path, found)) for path, found in self._looks())
         for path, found in looks:
             if isinstance(found, str):
                 warnings.warn(f"the checkpoint {path} is passed over: {found}", stacklevel=2)
         whole = [(found, path) for path, found in looks if isinstance(found, int)]
         return max(whole)[1] if whole else None
+
+    def why_not_writable(self) -> str | None:
+        """Make the folder, and write to it; return what hinders this process, if anything does."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(prefix=".writable", dir=self.path) as file:
+                file.write(b"1")
+                file.flush()
+        except OSError as error:
+            return str(error)
+        return None
 
     def begin(self, step: int, keep: int | None) -> "Commit":
         """Choose a name for a checkpoint of ``step``; nothing is written yet."""
@@ -212,10 +283,19 @@ class Commit:
                 shutil.rmtree(left)
         self.unfinished.mkdir()
 
-    def complete(self, topology: dict[str, Any]) -> None:
-        """Describe the checkpoint, make it durable, and let it count; one rank calls this."""
+    def complete(
+        self, topology: Mapping[str, Any], checksums: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Describe the checkpoint, make it durable, and let it count; one rank calls this.
+
+        Args:
+            topology: What the run looks like.
+            checksums: Of the files; those that are not among them are read here.
+        """
         files = {p.name: p.stat().st_size for p in sorted(self.unfinished.iterdir())}
-        described = {**topology, "sequence": self.sequence, "files": files}
+        sums = {n: checksums.get(n) or file_checksum(self.unfinished / n) for n in files}
+        described = {**topology, "sequence": self.sequence, "files": files, "checksums": sums}
+        described["checksum"] = description_checksum(described)
         text = _readable(described) + "\n"
         write_durably(self.unfinished / TOPOLOGY_FILE, text.encode())
         sync_directory(self.unfinished)

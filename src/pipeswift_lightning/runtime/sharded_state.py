@@ -10,6 +10,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -34,6 +39,7 @@ from pipeswift_lightning.runtime.checkpoint_directory import (
     Commit,
     write_durably,
 )
+from pipeswift_lightning.runtime.checksum import checksum, file_checksum
 
 __all__ = [
     "NameCheck",
@@ -203,6 +209,13 @@ class NameCheck(DefaultSavePlanner):
             raise CheckpointError(msg)
 
 
+@dataclass(frozen=True, slots=True)
+class _Checksums:
+    """What a rank tells of its files, by name."""
+
+    by_name: Mapping[str, str]
+
+
 class ShardWriter(FileSystemWriter):
     """Writes a rank's tensors and small files, and on rank 0 makes the checkpoint whole at the end.
 
@@ -239,16 +252,31 @@ class ShardWriter(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        folder = self._commit.unfinished
         for name, content in self._files.items():
-            write_durably(self._commit.unfinished / name, content)
-        return super().write_data(plan, planner)
+            write_durably(folder / name, content)
+        results = super().write_data(plan, planner).wait()
+        sums = {name: checksum(content) for name, content in self._files.items()}
+        for name in {result.storage_data.relative_path for result in results}:
+            sums[name] = file_checksum(folder / name)
+        told: Future[list[WriteResult]] = Future()
+        # DCP brings each rank's results to `finish`, and these along with them.
+        told.set_result([*results, WriteResult(MetadataIndex(""), 0, _Checksums(sums))])
+        return told
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
+        sums: dict[str, str] = {}
+        written: list[list[WriteResult]] = []
+        for mine in results:
+            written.append([r for r in mine if not isinstance(r.storage_data, _Checksums)])
+            for result in mine:
+                if isinstance(result.storage_data, _Checksums):
+                    sums |= result.storage_data.by_name
+        super().finish(metadata, written)
         self._names.check(metadata)
         self._check_files(metadata)
-        self._commit.complete(dict(self._topology))
+        self._commit.complete(self._topology, sums)
 
     def _check_files(self, metadata: Metadata) -> None:
         """See what all ranks have written."""

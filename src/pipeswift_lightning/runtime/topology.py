@@ -18,7 +18,9 @@ from pipeswift_lightning.runtime.ownership import ParameterTable
 __all__ = ["FORMAT_VERSION", "Layout", "Structure", "Topology", "require_keys", "versions"]
 
 _PACKAGE = "pipeswift-lightning"
-FORMAT_VERSION = 2  # 2: what each replica has learnt of its loss ("steps" in rank<N>.pt)
+# 2: what each replica has learnt of its loss ("steps" in rank<N>.pt). 3: checksums.
+FORMAT_VERSION = 3
+_READ = (2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,24 +154,24 @@ class Topology:
         """
         described = json.loads((path / TOPOLOGY_FILE).read_text())
         version = described.pop("format_version", None)
-        if version != FORMAT_VERSION:
+        if version not in _READ:
             age = "newer" if isinstance(version, int) and version > FORMAT_VERSION else "older"
             wrote = described.get("versions", {}).get(_PACKAGE, "which it does not name")
             msg = (
                 f"{path} has format version {version!r}. Rule: this version of the package reads "
-                f"format version {FORMAT_VERSION} alone. Remedy: use the {age} {_PACKAGE} that "
-                f"wrote it, {wrote}"
+                f"format versions {' and '.join(map(str, _READ))} alone. Remedy: use the {age} "
+                f"{_PACKAGE} that wrote it, {wrote}"
             )
             raise CheckpointError(msg)
         where = path / TOPOLOGY_FILE
-        require_keys(described, _KEYS, where)
+        require_keys(described, _KEYS if version < FORMAT_VERSION else (*_KEYS, *_SUMS), where)
         model = described.pop("model")
         require_keys(model, ("digest", *_names(Structure)), where, within="model")
         layout = described.pop("layout")
         require_keys(layout, _names(Layout), where, within="layout")
         digest = model.pop("digest")
-        for extra in ("files", "sequence"):
-            described.pop(extra)
+        for extra in ("files", "sequence", *_SUMS):
+            described.pop(extra, None)
         topology = cls(structure=Structure(**model), layout=Layout(**layout), **described)
         if topology.structure.digest != digest:
             msg = (
@@ -185,6 +187,7 @@ def _names(of: type[Structure] | type[Layout] | type[Topology]) -> list[str]:
     return [entry.name for entry in fields(of)]
 
 
+_SUMS = ("checksums", "checksum")
 _KEYS = (*(set(_names(Topology)) - {"structure"}), "model", "files", "sequence")
 
 

@@ -66,7 +66,8 @@ class BatchLengths:
     """
 
     def __init__(self, module: LightningModule, buckets: tuple[int, ...] | int | None) -> None:
-        self._module, self._buckets = module, buckets
+        self._module = module
+        self._buckets = tuple(sorted(buckets)) if isinstance(buckets, tuple) else buckets
         self._told: set[str] = set()  # hooks whose batches do not fit what the module tells
         self._padding = PaddingSeen()  # of this pipeline's batches: all its ranks see the same
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError, find_whole
+from pipeswift_lightning.runtime.checkpoint_directory import CheckpointError
 from pipeswift_lightning.runtime.sharded_state import read_tensors
+from pipeswift_lightning.strategies.checkpoint_folder import find_sound
 from pipeswift_lightning.strategies.shard_source import ShardSource
 from pipeswift_lightning.strategies.training_state import MODEL
 
@@ -30,7 +31,8 @@ def consolidate(source: str | Path, target: str | Path) -> Path:
         The checkpoint that was read.
 
     Raises:
-        CheckpointError: There is no whole checkpoint, or ``target`` is of another kind or exists.
+        CheckpointError: There is no whole checkpoint, its bytes are damaged, or
+            ``target`` is of another kind or exists.
     """
     wanted = Path(target)
     if wanted.suffix not in _SUFFIXES:
@@ -40,7 +42,7 @@ def consolidate(source: str | Path, target: str | Path) -> Path:
     if wanted.exists():
         msg = f"target={str(target)!r} exists. Rule: no file is overwritten. Remedy: another name"
         raise CheckpointError(msg)
-    found = find_whole(Path(source))
+    found = find_sound(source)
     if found is None:
         msg = (
             f"source={str(source)!r} is no checkpoint in shards. Rule: it is a folder step<N>, or "

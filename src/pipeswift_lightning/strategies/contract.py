@@ -84,9 +84,9 @@ def _check_hooks(layers: Sequence[nn.Module], mesh: Mesh, name: str) -> None:
     if mesh.num_stages > 1 and hooked:
         msg = (
             f"layer {hooked[0]} of {name} has a forward pre-hook (old-style spectral_norm or "
-            "weight_norm, say), which would see values of other stages. Remedy: use "
-            "torch.nn.utils.parametrizations, or put the layer into a module of its own, such as "
-            "nn.Sequential(layer) within the block"
+            "weight_norm, say), which would see values of other stages. Rule: a layer has none. "
+            "Remedy: use torch.nn.utils.parametrizations, or put the layer into a module of its "
+            "own, such as nn.Sequential(layer) within the block"
         )
         raise ContractError(msg)
 
@@ -158,7 +158,8 @@ def check_callbacks(callbacks: Sequence[object], mesh: Mesh) -> None:
         if mesh.num_stages > 1 and isinstance(callback, needs_all):
             msg = (
                 f"the callback {type(callback).__name__} reads all parameters on every rank, but "
-                "each stage holds only its own. Remedy: average checkpoints afterwards; to freeze "
+                "each stage holds only its own. Rule: a callback looks at one stage's, or there is "
+                "one stage. Remedy: average checkpoints afterwards; to freeze "
                 "and thaw layers, give all parameters to the optimizer and set requires_grad in a "
                 "hook"
             )
@@ -197,7 +198,7 @@ def check_optimizers(module: LightningModule, optimizers: Sequence[Optimizer]) -
         if isinstance(unwrapped(optimizer), torch.optim.LBFGS):
             msg = (
                 "LBFGS evaluates the step several times and needs inner products over all "
-                "parameters, but each stage holds only its own. Remedy: a first-order optimizer "
-                "such as AdamW"
+                "parameters, but each stage holds only its own. Rule: an optimizer evaluates a "
+                "step once. Remedy: a first-order one such as AdamW"
             )
             raise ContractError(msg)

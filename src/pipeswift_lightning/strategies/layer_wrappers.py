@@ -28,9 +28,9 @@ class LayerWrappers:
         self._compilation.install()
         self._recomputation.install()
 
-    def choose(self, layers: Sequence[int], stage: int, num_stages: int) -> None:
+    def choose(self, layers: Sequence[int], stage: int) -> None:
         """Compile the stage's layers, and recompute the first: they are held longest."""
-        num = self._options.num_recomputed(stage, len(layers), num_stages)
+        num = self._options.num_recomputed(stage, len(layers))
         self._recomputation.choose(layers[:num])
         self._compilation.choose(layers if self._options.compile is not None else ())
 

@@ -129,7 +129,10 @@ class MeshStrategy(ParallelStrategy):
     def groups(self) -> MeshGroups:
         """The process groups; they exist once the Trainer has set up its environment."""
         if self._groups is None:
-            msg = "the process groups exist only while the Trainer runs"
+            msg = (
+                "there are no process groups now. Rule: they exist while the Trainer runs. Remedy: "
+                "ask for them in a hook of a callback or module"
+            )
             raise RuntimeError(msg)
         return self._groups
 

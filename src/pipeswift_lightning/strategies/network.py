@@ -174,8 +174,9 @@ def _named(module: LightningModule, name: str) -> nn.Module:
         children = ", ".join(n for n, _ in module.named_children()) or "(none)"
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         msg = (
-            f"network={name!r} is no module of {type(module).__name__}.{hint} Its child modules "
-            f'are: {children}; network="self" names the LightningModule itself'
+            f"network={name!r} is no module of {type(module).__name__}.{hint} Rule: it names a "
+            f"module within the LightningModule, whose child modules are {children}. Remedy: one "
+            'of these, or network="self" for the LightningModule itself'
         )
         raise NetworkError(msg) from None
 

@@ -1,9 +1,8 @@
 """What a user may choose about the pipeline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from pipeswift_lightning.plan.microbatches import (
@@ -12,8 +11,6 @@ from pipeswift_lightning.plan.microbatches import (
     sizes_for,
     split_batch_size,
 )
-from pipeswift_lightning.plan.orders import ORDERS
-from pipeswift_lightning.plan.schedules import build_schedule
 
 __all__ = ["LossScope", "LossWeight", "OptionError", "PipelineOptions"]
 
@@ -43,8 +40,10 @@ class LossWeight(StrEnum):
 class PipelineOptions:
     """The arguments of `PipeSwiftStrategy` that shape the plan; see there.
 
+    Each value is right by itself: `PipeSwiftStrategy` has looked at it.
+
     Raises:
-        OptionError: A value is out of its range.
+        OptionError: Two of them do not go together.
     """
 
     stages: int | None = None
@@ -67,42 +66,19 @@ class PipelineOptions:
     buckets: tuple[int, ...] | int | None = None
 
     def __post_init__(self) -> None:
-        if self.stages is not None and self.stages < 1:
-            _refuse("stages", self.stages, "1 or more, or None for one stage a device")
-        counts = self.micro_batches
-        if isinstance(counts, int) and counts < 1:
-            _refuse("micro_batches", counts, 'at least 1, or "auto"')
-        if isinstance(counts, tuple) and (not counts or min(counts) < 1):
-            _refuse("micro_batches", counts, "samples of each micro-batch, 1 or more each")
-        if self.partition is not None and (not self.partition or min(self.partition) < 1):
-            _refuse("partition", self.partition, "layers of each stage, 1 or more each")
-        if self.receive_window is not None and self.receive_window < 1:
-            _refuse("receive_window", self.receive_window, "1 or more")
-        counts = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,)
-        if not counts or min(counts) < 0:
-            rule = "true, false, a number of layers a stage, or a list of them, 0 or more each"
-            _refuse("recompute", self.recompute, rule)
         if self.compile is not None and self.recompute:
             # A recompiled layer keeps other tensors than it did in its first run.
-            _refuse("compile", dict(self.compile), "not set together with recompute")
-        self._check_planning()
-        # Builds a small one, so that a misspelt name or a wrong warm-up fails at once.
-        stages = self.stages or (len(self.partition) if self.partition else 2)
-        warm_up = self.warm_up if isinstance(self.warm_up, float | int) else None
-        build_schedule(self.schedule_name, stages, 2 * stages, warm_up=warm_up)
-
-    def _check_planning(self) -> None:
-        """Check what matters with costs only."""
-        if self.trim not in (True, False, "auto"):
-            _refuse("trim", self.trim, 'true, false, or "auto"')
-        limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
-        if any(limit is not None and limit <= 0 for limit in limits):
-            _refuse("memory_limit", self.memory_limit, "bytes of a stage, or of each, above 0")
-        if self.order not in ORDERS:
-            _refuse("order", self.order, f"one of {', '.join(ORDERS)}")
-        buckets = self.buckets if isinstance(self.buckets, tuple) else (self.buckets,)
-        if not buckets or any(bucket is not None and bucket < 1 for bucket in buckets):
-            _refuse("buckets", self.buckets, "a number of tokens, or a list of them, 1 or more")
+            msg = (
+                f"compile={dict(self.compile)!r} and recompute={self.recompute!r} are not allowed "
+                "together. Rule: a layer is compiled or computed again. Remedy: leave out one"
+            )
+            raise OptionError(msg)
+        if self.warm_up is not None and self.schedule_name != "1f1b":
+            msg = (
+                f"warm_up={self.warm_up!r} is not allowed with schedule={self.schedule!r}. Rule: "
+                'it is a setting of 1f1b. Remedy: leave it out, or schedule="1f1b"'
+            )
+            raise OptionError(msg)
 
     @property
     def schedule_name(self) -> str:
@@ -110,72 +86,15 @@ class PipelineOptions:
         return "1f1b" if self.schedule == "auto" else self.schedule
 
     @classmethod
-    def of(  # noqa: PLR0913 -- the user's own arguments, one by one
-        cls,
-        *,
-        stages: int | None,
-        micro_batches: int | str | Sequence[int] | None,
-        schedule: str,
-        warm_up: Sequence[int] | float | None,
-        partition: Sequence[int] | str | None,
-        dynamic_shapes: bool,
-        loss: str,
-        loss_weight: str,
-        receive_window: int | None,
-        network: str | Sequence[str] | None,
-        recompute: Sequence[int] | int | bool,
-        compile: bool | str | Mapping[str, Any],
-        costs: str | Path | None,
-        trim: bool | str,
-        memory_limit: Sequence[float] | float | None,
-        order: str,
-        buckets: Sequence[int] | int | None,
-    ) -> "PipelineOptions":
-        """Check and freeze what the user gave."""
-        if isinstance(micro_batches, str) and micro_batches != "auto":
-            _refuse("micro_batches", micro_batches, 'an integer, a list of sizes, or "auto"')
-        uniform = isinstance(partition, str)
-        if uniform and partition != "uniform":
-            _refuse("partition", partition, 'layers of each stage, or "uniform"')
-        if loss not in list(LossScope):
-            _refuse("loss", loss, " or ".join(map(repr, map(str, LossScope))))
-        if loss_weight not in list(LossWeight):
-            _refuse("loss_weight", loss_weight, " or ".join(map(repr, map(str, LossWeight))))
-        counts: int | tuple[int, ...] | None
-        if micro_batches is None or isinstance(micro_batches, str):
-            counts = None
-        elif isinstance(micro_batches, int):
-            counts = micro_batches
-        else:
-            counts = tuple(int(size) for size in micro_batches)
-        depth = warm_up if warm_up is None or isinstance(warm_up, int | float) else tuple(warm_up)
-        return cls(
-            stages=stages,
-            micro_batches=counts,
-            schedule=schedule,
-            warm_up=depth,
-            partition=None if partition is None or isinstance(partition, str) else tuple(partition),
-            uniform=uniform,
-            dynamic_shapes=dynamic_shapes,
-            loss=LossScope(loss),
-            loss_weight=LossWeight(loss_weight),
-            receive_window=receive_window,
-            network=(network,) if isinstance(network, str) else tuple(network) if network else None,
-            compile=_compile_settings(compile),
-            recompute=recompute if isinstance(recompute, int) else tuple(recompute),
-            costs=None if costs is None else str(costs),
-            trim=trim,
-            memory_limit=_bytes(memory_limit),
-            order=order,
-            buckets=buckets
-            if buckets is None or isinstance(buckets, int)
-            else tuple(sorted(buckets)),
-        )
+    def of(cls, **given: Any) -> "PipelineOptions":
+        """Freeze what the user gave: arguments of `PipeSwiftStrategy`, by their names there."""
+        frozen = {name: _FROZEN.get(name, _same)(value) for name, value in given.items()}
+        return cls(**frozen, uniform=isinstance(given.get("partition"), str))
 
     def check_stages(self, num_stages: int) -> None:
         """Check that what lists a number for each stage lists as many as there are.
 
-        With one stage such lists are of no account, so that a configuration can be tried there.
+        With one stage such lists are of no account: see `for_stages`.
 
         Raises:
             OptionError: ``partition``, ``warm_up``, ``recompute`` or ``memory_limit`` does not.
@@ -189,22 +108,35 @@ class PipelineOptions:
                 )
                 raise OptionError(msg)
 
-    def num_recomputed(self, stage: int, num_layers: int, num_stages: int) -> int:
-        """Return how many of a stage's layers are recomputed in backward.
+    def for_stages(self, num_stages: int) -> "PipelineOptions":
+        """Return what holds for so many stages.
 
-        Raises:
-            OptionError: ``recompute`` lists another number of stages.
+        With one, a configuration made for several can be tried: what lists a number for each stage
+        is left out, but for ``recompute``, whose layers are then all in this stage.
+
+        Example:
+            >>> many = PipelineOptions(partition=(1, 3), warm_up=(2, 1), recompute=(0, 2))
+            >>> one = many.for_stages(1)
+            >>> one.partition, one.warm_up, one.recompute, many.for_stages(2) == many
+            (None, None, 2, True)
         """
+        if num_stages > 1:
+            return self
+        warm_up, limit, wanted = self.warm_up, self.memory_limit, self.recompute
+        return replace(
+            self,
+            partition=None,
+            warm_up=None if isinstance(warm_up, tuple) else warm_up,
+            memory_limit=None if isinstance(limit, tuple) else limit,
+            recompute=sum(wanted) if isinstance(wanted, tuple) else wanted,
+        )
+
+    def num_recomputed(self, stage: int, num_layers: int) -> int:
+        """Return how many of a stage's layers are recomputed in backward."""
         wanted = self.recompute
         if isinstance(wanted, bool):
             return num_layers if wanted else 0
-        if isinstance(wanted, tuple):
-            if len(wanted) != num_stages:
-                _refuse(
-                    "recompute", list(wanted), f"one number a stage, and there are {num_stages}"
-                )
-            wanted = wanted[stage]
-        return min(wanted, num_layers)
+        return min(wanted[stage] if isinstance(wanted, tuple) else wanted, num_layers)
 
     def sizes(self, batch_size: int, num_stages: int, *, may_be_smaller: bool) -> MicroBatches:
         """Return the micro-batches of a batch.
@@ -269,15 +201,25 @@ def _too_small(batch_size: int, wanted: int) -> None:
     raise OptionError(msg)
 
 
-def _refuse(name: str, value: object, rule: str) -> None:
-    msg = f"{name}={value!r} is not allowed. Rule: {name} is {rule}"
-    raise OptionError(msg)
-
-
 def _bytes(limit: Sequence[float] | float | None) -> tuple[float, ...] | float | None:
     if limit is None:
         return None
-    return float(limit) if isinstance(limit, int | float) else tuple(map(float, limit))
+    return tuple(map(float, limit)) if isinstance(limit, Sequence) else float(limit)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _counts(value: Sequence[int] | int | str | None) -> tuple[int, ...] | int | None:
+    """Return a number, or several; a word, such as "auto", says none."""
+    if value is None or isinstance(value, str):
+        return None
+    return tuple(map(int, value)) if isinstance(value, Sequence) else int(value)
+
+
+def _names(value: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    return (value,) if isinstance(value, str) else tuple(value) if value else None
 
 
 def _compile_settings(
@@ -290,3 +232,20 @@ def _compile_settings(
             return (("backend", wanted),)
         case _:
             return tuple(sorted(wanted.items()))
+
+
+_FROZEN: Mapping[str, Callable[[Any], Any]] = {
+    "stages": _counts,
+    "micro_batches": _counts,
+    "warm_up": lambda value: tuple(map(int, value)) if isinstance(value, Sequence) else value,
+    "partition": _counts,
+    "loss": LossScope,
+    "loss_weight": LossWeight,
+    "receive_window": _counts,
+    "network": _names,
+    "compile": _compile_settings,
+    "recompute": lambda value: value if isinstance(value, bool) else _counts(value),
+    "costs": lambda value: None if value is None else str(value),
+    "memory_limit": _bytes,
+    "buckets": _counts,
+}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.communication import CommunicationError
+from pipeswift_lightning.strategies.argument import checked
 from pipeswift_lightning.strategies.choice import choose_networks
 from pipeswift_lightning.strategies.clipping import GlobalNorms
 from pipeswift_lightning.strategies.closures import once
@@ -37,7 +39,8 @@ from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_
 from pipeswift_lightning.strategies.handover import GradientHandover, skipped_loss, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
 from pipeswift_lightning.strategies.optimizers import unwrapped
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.option_arguments import OPTION_ARGUMENTS
+from pipeswift_lightning.strategies.options import OptionError, PipelineOptions
 from pipeswift_lightning.strategies.repartition import MovableStrategy
 from pipeswift_lightning.strategies.session import PipelineSession
 from pipeswift_lightning.strategies.step_clock import StepClock
@@ -96,7 +99,7 @@ class PipeSwiftStrategy(MovableStrategy):
         precision_plugin: Set by the Trainer, or your plugin.
 
     Raises:
-        OptionError: An argument is out of its range.
+        OptionError: An argument is of another type, out of its range, or not known.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -109,6 +112,7 @@ class PipeSwiftStrategy(MovableStrategy):
 
     strategy_name = "pipeswift"
 
+    @checked(OPTION_ARGUMENTS, OptionError)
     def __init__(  # noqa: PLR0913 -- the user's knobs, then what Lightning itself passes
         self,
         *,
@@ -139,26 +143,10 @@ class PipeSwiftStrategy(MovableStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        given = locals()
+        names = (f.name for f in fields(PipelineOptions) if f.name in given)
         super().__init__(
-            options=PipelineOptions.of(
-                stages=stages,
-                micro_batches=micro_batches,
-                schedule=schedule,
-                warm_up=warm_up,
-                partition=partition,
-                dynamic_shapes=dynamic_shapes,
-                loss=loss,
-                loss_weight=loss_weight,
-                receive_window=receive_window,
-                network=network,
-                recompute=recompute,
-                compile=compile,
-                costs=costs,
-                trim=trim,
-                memory_limit=memory_limit,
-                order=order,
-                buckets=buckets,
-            ),
+            options=PipelineOptions.of(**{name: given[name] for name in names}),
             silence_s=silence_s,
             backend=process_group_backend,
             timeout=timeout,
@@ -202,16 +190,17 @@ class PipeSwiftStrategy(MovableStrategy):
         self.model_to_device()
         if self._collectives is not None and self.mesh.world_size > 1:
             start_alike(module, self._collectives, self.root_device)
+        options = self.options.for_stages(self.mesh.num_stages)
         self._session = PipelineSession(
             module,
             networks[0],
             self.groups,
-            self.options,
+            options,
             self.root_device,
             self._watch.progress,
             self,
         )
-        self._steps = StepRunner(self._session, self.options, self._assembly)
+        self._steps = StepRunner(self._session, options, self._assembly)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)

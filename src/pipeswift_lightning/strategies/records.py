@@ -51,7 +51,10 @@ def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
         if isinstance(value, Mapping):
-            msg = f"self.log({name!r}, <dict>): log a dict with self.log_dict"
+            msg = (
+                f"self.log({name!r}, {value!r}) logs a dict. Rule: self.log takes one value. "
+                "Remedy: self.log_dict(...)"
+            )
             raise TypeError(msg)
         if isinstance(value, Metric):
             metric = next((n for n, m in module.named_modules() if m is value), None)
@@ -151,7 +154,10 @@ def _reduced(values: Tensor, weights: Tensor, reduce_fx: str | Callable[..., Any
         case _ if callable(reduce_fx):
             return torch.as_tensor(reduce_fx(values))
         case _:
-            msg = f"reduce_fx={reduce_fx!r} is none of mean, sum, min, max or a function"
+            msg = (
+                f"reduce_fx={reduce_fx!r} is not known. Rule: it is mean, sum, min, max or a "
+                'function. Remedy: self.log(..., reduce_fx="mean"), say'
+            )
             raise ValueError(msg)
 
 

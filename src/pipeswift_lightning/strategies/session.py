@@ -313,7 +313,7 @@ class PipelineSession:
         if self.partition is None:
             self.partition = explicit_partition(max(1, len(self.network.layers)), starts=[0])
             plan_one_stage(self.planner, self.options, call, self.partition.num_layers)
-            self._wrappers.choose(range(len(self.network.layers)), 0, 1)
+            self._wrappers.choose(range(len(self.network.layers)), 0)
             self._optimizers.keep_local()
 
     def _assemble(self, trace: StepTrace, call: StepCall) -> None:
@@ -336,7 +336,7 @@ class PipelineSession:
         """Run these layers from now on; what the owners own has to come. Collective over all."""
         self.partition = partition
         self.planner.repartition(partition)
-        self._wrappers.choose(self._order[slice(*self._range())], self.stage, self.num_stages)
+        self._wrappers.choose(self._order[slice(*self._range())], self.stage)
         self._executor.forget()
         with in_collective("connecting stages that share parameters", self.progress):
             self.groups.create_shared(list(owners.shared()))

@@ -14,9 +14,9 @@ from typing_extensions import override
 from pipeswift_lightning.runtime.checkpoint_directory import (
     CheckpointDirectory,
     Commit,
-    find_whole,
 )
 from pipeswift_lightning.runtime.topology import Layout, Structure, Topology, versions
+from pipeswift_lightning.strategies.checkpoint_folder import find_sound, require_writable
 from pipeswift_lightning.strategies.epoch_position import EpochPosition
 from pipeswift_lightning.strategies.hushed_warning import HushedWarning
 from pipeswift_lightning.strategies.loader_seeds import LoaderSeeds
@@ -64,6 +64,11 @@ class ShardedStrategy(StateStrategy):
         if self._saver is None:
             self._saver = ShardSaver(self._timeout, self.root_device)
         return self._saver
+
+    def require_writable(self, dirpath: Path) -> None:
+        """See that every rank can write to a folder; collective over all ranks."""
+        assert self._collectives is not None
+        require_writable(dirpath, self._collectives, self.mesh)
 
     def save_sharded(
         self,
@@ -207,11 +212,7 @@ class ShardedStrategy(StateStrategy):
     ) -> dict[str, Any]:
         """Read Lightning's state; the tensors follow when Lightning asks for them to be loaded."""
         self._source = self._position = self._logged = None
-        found: Path | None = None
-        if self.global_rank == 0:
-            found = find_whole(Path(checkpoint_path))
-        if self._collectives is not None:
-            found = self._collectives.broadcast(found, 0)
+        found = find_sound(checkpoint_path, self._collectives, self.mesh, self.global_rank)
         if found is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module

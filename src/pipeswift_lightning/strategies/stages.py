@@ -93,7 +93,7 @@ def check_fits(
         msg = (
             f"{hook} calls the layers of {network.name} in the order {trace.order}, but the stages "
             f"were cut for the order {order}. Rule: all steps call the same layers in the same "
-            "order"
+            "order. Remedy: call all of them in every step, and in one order; or stages=1"
         )
         raise CutError(msg)
     found = find_owners(module, network.module, network.layers, trace, partition)

@@ -46,7 +46,10 @@ class StateStrategy(MeshStrategy):
     def session(self) -> PipelineSession:
         """The pipeline; it exists between set-up and teardown of a Trainer call."""
         if self._session is None:
-            msg = "the pipeline exists only while the Trainer runs"
+            msg = (
+                "there is no pipeline now. Rule: it exists while the Trainer runs. Remedy: ask for "
+                "it in a hook of a callback or module, after setup"
+            )
             raise RuntimeError(msg)
         return self._session
 

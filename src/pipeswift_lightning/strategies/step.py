@@ -202,7 +202,8 @@ def loss_of(output: Any) -> Tensor | None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         msg = (
             f"training_step returned {type(output).__name__}. Rule: it returns the loss as a "
-            "tensor of one element, a dict with the key 'loss', or None"
+            "tensor of one element, a dict with the key 'loss', or None. Remedy: return "
+            "loss.mean(), say, or {'loss': loss}"
         )
         raise TypeError(msg)
     if loss.is_meta:

@@ -197,7 +197,7 @@ class TransparentNetworks:
         stage = self.groups.coordinate.stage
         layers = partition.ranges[stage]
         own_layers = trace.order[layers.start : layers.stop]
-        self._wrappers[collective].choose(own_layers, stage, num_stages)
+        self._wrappers[collective].choose(own_layers, stage)
         found = find_owners(self.module, network.module, network.layers, trace, partition)
         own = self._own_names(network, trace)
         self._check_apart(network, own)

@@ -129,7 +129,7 @@ def _safetensors() -> Any:
         return import_module("safetensors")
     except ModuleNotFoundError:
         msg = (
-            "weights=... needs the package safetensors, which is not installed. Remedy: "
-            "pip install 'pipeswift-lightning[hf]'"
+            "weights=... is given, and safetensors is not installed. Rule: that package reads "
+            "them. Remedy: pip install 'pipeswift-lightning[hf]'"
         )
         raise WeightError(msg) from None
