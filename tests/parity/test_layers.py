@@ -95,7 +95,7 @@ def test_recomputing_counts_no_sample_twice_in_running_statistics() -> None:
 def test_a_list_of_the_wrong_length_is_refused() -> None:
     strategy = PipeSwiftStrategy(recompute=[1, 2, 3])
     trainer = make_trainer(strategy, max_epochs=1)
-    with pytest.raises(OptionError, match="has 3 entries.*one for each of the 2 stages"):
+    with pytest.raises(OptionError, match=r"has 3 entries.*one for each of the 2 stages"):
         trainer.fit(module(), loader(tokens))
 
 
