@@ -68,5 +68,7 @@ def test_pictures_of_a_run(tmp_path) -> None:
     measured = [r for r in trace["traceEvents"] if r["ph"] == "X" and r["pid"] == 0]
     computed = [(r["tid"], r["name"]) for r in measured if r["cat"] in ("forward", "backward")]
     assert sorted(computed) == [(s, f"{k}{i}") for s in (0, 1) for k in "BF" for i in range(4)]
+    assert {r["args"].get("samples") for r in measured if r["args"]["micro_batch"] == 0} == {1}
+    assert not any("tokens" in r["args"] for r in measured)  # its samples are no sequences
     assert {"data_wait", "optimizer", "receive_wait"} <= {r["cat"] for r in measured}
     assert "Sleeper, step 4" in (folder / "step_000004.html").read_text()

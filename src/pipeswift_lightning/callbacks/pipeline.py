@@ -48,6 +48,10 @@ class ObservablePipeline(Protocol):
         """Return all stages' events of the last step; collective."""
         ...
 
+    def micro_batch_tokens(self, batch: Any) -> tuple[int, ...] | None:
+        """Return each micro-batch's tokens in the last training step; None if not known."""
+        ...
+
     def gather_over_stages(self, what: str, value: Any) -> list[Any]:
         """Return every stage's ``value``; collective."""
         ...

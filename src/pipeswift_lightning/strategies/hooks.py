@@ -23,7 +23,7 @@ from pipeswift_lightning.runtime.formed import form_batches
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.room import forget_peak
 from pipeswift_lightning.runtime.trace import StepTrace
-from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart
 from pipeswift_lightning.strategies.comparison import (
     NOTHING_FITS,
     Matches,
@@ -90,11 +90,8 @@ def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any
 class StepRunner:
     """Runs step hooks over a session, and gives every rank the same result."""
 
-    def __init__(
-        self, session: PipelineSession, options: PipelineOptions, assembly: AssemblyTimes
-    ) -> None:
+    def __init__(self, session: PipelineSession, options: PipelineOptions) -> None:
         self._session = session
-        self._assembly = assembly
         self._module: LightningModule = session.module
         self._options = options
         self._planner = session.planner
@@ -139,6 +136,8 @@ class StepRunner:
         if self._runs_whole():  # as the look has shown to be needed
             return self._run_whole(hook, args, precision)
         call, scope, counted = self._scope(hook, call, trace)
+        if call.training:
+            self._planner.note(call)
         program = self._session.run(call, scope)
         output, logs = self._share(program, counted)
         replicated = self._session.groups.mesh.num_replicas > 1
@@ -149,7 +148,7 @@ class StepRunner:
         """Look how the step hangs together; the first look cuts the module too."""
         if self._session.partition is not None:
             return self._session.look_at(call)
-        with self._assembly.timing(AssemblyPart.PLAN):
+        with self._session.assembly.timing(AssemblyPart.PLAN):
             trace = self._session.look_at(call)
         forget_peak(self._session.device)  # else a step would seem to take what profiling took
         return trace

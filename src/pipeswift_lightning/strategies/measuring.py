@@ -31,6 +31,7 @@ from pipeswift_lightning.runtime.profiler import (
 )
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.cost_source import read_costs
 from pipeswift_lightning.strategies.module_state import unchanged
 from pipeswift_lightning.strategies.network import PipelinedNetwork
@@ -52,12 +53,14 @@ class CostSource:
         network: Its network.
         groups: Of the mesh.
         laid_aside: While it is entered, layers are not intercepted.
+        assembly: Times the measuring, as a part of its own.
     """
 
     module: LightningModule
     network: PipelinedNetwork
     groups: MeshGroups
     laid_aside: Callable[[], AbstractContextManager[None]]
+    assembly: AssemblyTimes
 
     def reader(
         self, costs: str, trace: StepTrace, call: StepCall, device: torch.device
@@ -73,10 +76,11 @@ class CostSource:
         if costs != MEASURE:
             return partial(read_costs, costs, trace.num_layers)
         transport = C10dTransport(self.groups, device)
-        link = shared_link(transport, self.groups.mesh.num_stages, self.groups.pipeline)
+        with self.assembly.timing(AssemblyPart.PROFILE):
+            link = shared_link(transport, self.groups.mesh.num_stages, self.groups.pipeline)
 
         def measure() -> CostModel:
-            with self.laid_aside():
+            with self.assembly.timing(AssemblyPart.PROFILE), self.laid_aside():
                 return measured_costs(self.module, self.network, trace, call, device, link)
 
         return measure

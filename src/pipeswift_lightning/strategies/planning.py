@@ -30,6 +30,7 @@ from pipeswift_lightning.runtime.lengths import (
 )
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.padding import PaddingSeen
+from pipeswift_lightning.runtime.profiler import length_of
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.step import StepCall
 
@@ -87,6 +88,7 @@ class StepPlanner:
         self._cut = ""
         self.choice: Candidate | None = None
         self._mean: Shape | None = None
+        self._ran: tuple[Sequence[Sequence[int]], tuple[int, ...] | None] = ((), None)
 
     @property
     def active(self) -> bool:
@@ -178,9 +180,31 @@ class StepPlanner:
             micro_batches=parts,
             sizes=choice.formation.sizes,
             samples=samples,
+            lengths=known.lengths.lengths,
             trimmed=trimmed,
             choice=choice,
         )
+
+    def note(self, call: StepCall) -> None:
+        """Remember of which samples a training step's micro-batches were; not the samples."""
+        self._ran = call.samples or MicroBatches(call.sizes).ranges, call.lengths
+
+    def tokens(self, batch: Any) -> tuple[int, ...] | None:
+        """Return the tokens of each micro-batch of the last training step.
+
+        Without padding if it was planned with lengths, else with it. None if its samples are no
+        sequences, or none has run.
+
+        Args:
+            batch: The step's.
+        """
+        samples, lengths = self._ran
+        if lengths is None:
+            packed = isinstance(batch, PackedBatch)
+            lengths = batch.lengths if packed else (length_of(batch),) * sum(map(len, samples))
+        if max(lengths, default=1) == 1:
+            return None
+        return tuple(sum(lengths[i] for i in part) for part in samples)
 
     def is_checked(self, planned: StepCall) -> bool:
         """Whether a step's trimmed micro-batches are to be compared with untrimmed ones.
@@ -320,16 +344,7 @@ def _layout(call: StepCall) -> Layout:
 
 def _equal_lengths(call: StepCall) -> SampleLengths:
     """Return the lengths of a batch's samples as if they were all as long as it is wide."""
-    width = _width(call.batch, call.num_samples)
-    return SampleLengths((width,) * call.num_samples, {})
-
-
-def _width(batch: Any, rows: int) -> int:
-    """Return the tokens of a sample of a batch that does not tell: its width, if it has ids."""
-    for _, tensor in tensors_by_path(batch):
-        if tensor.ndim > 1 and tensor.shape[0] == rows and "int" in str(tensor.dtype):
-            return max(1, int(tensor.shape[1]))
-    return 1
+    return SampleLengths((max(1, length_of(call.batch)),) * call.num_samples, {})
 
 
 def _is_cut(planned: StepCall) -> bool:

@@ -49,6 +49,7 @@ class StepCall:
         probing: Whether the step only looks, and is not differentiated.
         source: What the micro-batches are made of: the batch, or a packed one.
         samples: Sample ids of each micro-batch; ``None``: consecutive runs.
+        lengths: Tokens of each sample, as it was planned with; ``None``: it was not planned.
         trimmed: Whether micro-batches may lack padding that the batch has.
         choice: The plan that the costs have chosen; ``None``: the options' own.
     """
@@ -67,6 +68,7 @@ class StepCall:
     probing: bool = False
     source: Any = None
     samples: tuple[tuple[int, ...], ...] | None = None
+    lengths: tuple[int, ...] | None = None
     trimmed: bool = False
     choice: Candidate | None = None
 
@@ -92,6 +94,7 @@ class StepCall:
             sizes=(self.num_samples,),
             weighting=Weighting(),
             samples=None,
+            lengths=None,
             trimmed=False,
             choice=None,
         )
