@@ -2,24 +2,31 @@
 
 import csv
 import json
+import posixpath
+import re
 import subprocess
 import sys
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from lightning.fabric.utilities.logger import _flatten_dict
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from pipeswift_lightning.callbacks import (
     BubbleMonitor,
     JobReport,
+    Rebalance,
     TimelineTrace,
     VarianceMonitor,
 )
+from pipeswift_lightning.strategies.logged_facts import log_facts
 from tests.callbacks.sleepers import Sleeps, train
 from tests.callbacks.test_job_report import Sleeper
 from tests.callbacks.test_job_report import fit as fit_alone
+from tests.helpers.parity import RecordingLogger
 
 STEPS = 4
 SCALARS = ("job/elapsed_s", "job/share_training", "throughput/samples_per_s")
@@ -32,7 +39,48 @@ def observers(folder: Path) -> list:
         BubbleMonitor(every_n_steps=2, warn_above=1.0),
         VarianceMonitor(window=STEPS),
         TimelineTrace(every_n_steps=STEPS, dirpath=folder),
+        Rebalance(every_n_steps=STEPS, window=STEPS),
     ]
+
+
+class StrictLogger(RecordingLogger):
+    """As strict as Lightning's MLFlowLogger on MLflow 3.17, which need not be installed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parameters: dict[str, str] = {}
+
+    @property
+    def experiment(self) -> SimpleNamespace:
+        return SimpleNamespace(log_image=self._log_image)  # MlflowClient's asks for a run, too
+
+    def _log_image(self, run_id: str, image: object, artifact_file: str) -> None:
+        raise AssertionError("nothing knows the run")
+
+    def log_metrics(self, metrics, step=None) -> None:
+        for name in metrics:
+            check_name(name)
+        super().log_metrics(metrics, step)
+
+    def log_hyperparams(self, params) -> None:
+        for name, value in _flatten_dict(params).items():
+            check_name(name)
+            if self.parameters.setdefault(name, str(value)[:250]) != str(value)[:250]:
+                raise RuntimeError(f"Changing param values is not allowed. Param with key={name!r}")
+
+
+def check_name(name: str) -> None:
+    assert re.fullmatch(r"[a-zA-Z0-9_/. -]+", name), name
+    assert posixpath.normpath(name) == name  # as MLflow keeps it: a file in folders
+
+
+def check_strict(logger: StrictLogger) -> None:
+    """All names reached it, and none is the folder of another."""
+    names = {name for _, row in logger.history for name in row}
+    assert names >= {*SCALARS, *OF_STAGES, "variance/step_mean_s", "rebalance/step_s"}
+    folders = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+    assert not names & folders
+    assert logger.parameters["job/plan/stages"] == "2"
 
 
 def records(run: Path) -> list[dict]:
@@ -65,9 +113,12 @@ def test_offline_runs_of_a_sweep_read_back_from_wandb(tmp_path) -> None:
         folder = tmp_path / str(job)
         folder.mkdir(exist_ok=True)
         logger = WandbLogger(project="p", group="sweep-7", save_dir=folder, offline=True)
-        train(Sleeps(factors=(0.2, 0.2)), observers(folder), steps=STEPS, logger=logger)
+        strict = StrictLogger()
+        loggers = [logger, strict]
+        train(Sleeps(factors=(0.2, 0.2)), observers(folder), steps=STEPS, logger=loggers)
         if dist.get_rank() == 0:
             logger.experiment.finish()
+            check_strict(strict)
         dist.barrier()
     if dist.get_rank() != 0:
         return
@@ -100,7 +151,8 @@ def plan_told(every: list[dict]) -> dict:
     return {name: plan[name] for name in ("schedule", "stages", "micro_batches")}
 
 
-def test_scalars_reach_csv_tensorboard_and_mlflow(tmp_path) -> None:
+def test_scalars_reach_csv_tensorboard_and_mlflow(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # else MLflow 3 wants a database
     loggers = [
         CSVLogger(tmp_path, name="csv", version=""),
         TensorBoardLogger(tmp_path, name="board", version=""),
@@ -118,6 +170,15 @@ def test_scalars_reach_csv_tensorboard_and_mlflow(tmp_path) -> None:
         history = client.get_metric_history(run, "job/share_training")
         assert [m.value for m in history] == pytest.approx(expected)
         assert client.get_run(run).data.params["job/strategy"] == "SingleDeviceStrategy"
+
+
+def test_a_logger_that_takes_no_other_plan_does_not_end_a_training() -> None:
+    strict, after = StrictLogger(), StrictLogger()
+    log_facts([strict], {"job": {"plan": {"stages": 1}}})
+    with pytest.warns(UserWarning, match=r"StrictLogger does not take .*'stages': 2.*Remedy: "):
+        log_facts([strict, after], {"job": {"plan": {"stages": 2}}})
+    assert strict.parameters == {"job/plan/stages": "1"}
+    assert after.parameters == {"job/plan/stages": "2"}
 
 
 def have_mlflow() -> bool:
