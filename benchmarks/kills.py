@@ -19,10 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.helpers.killed import (
-    ANY_RANK,
-    PHASES,
-    Life,
+from tests.helpers.killed.deaths import ANY_RANK, PHASES
+from tests.helpers.killed.life import Life
+from tests.helpers.killed.witness import (
     Tally,
     Witness,
     die_at_random,

@@ -29,7 +29,11 @@ def panels(num_stages: int = 3, num_micro_batches: int = 4) -> list[Panel]:
     update = Event(0, 0, None, EventKind.OPTIMIZER, measured.end_s, measured.end_s + 0.005)
     loading = Event(1, 1, None, EventKind.DATA_WAIT, 99.98, 99.99)
     measured = Timeline((*measured.events, update, loading), num_stages)
-    return [Panel("measured", measured), Panel("predicted <ideal>", simulate(schedule, costs))]
+    samples = tuple(range(1, 1 + num_micro_batches))
+    return [
+        Panel("measured", measured, samples, tuple(100 * n for n in samples)),
+        Panel("predicted <ideal>", simulate(schedule, costs)),
+    ]
 
 
 class Structure(HTMLParser):
@@ -69,10 +73,11 @@ def test_page_holds_every_event_and_nothing_from_elsewhere() -> None:
     assert not any({"src", "srcset"} & attributes.keys() for _, attributes in tags)
     assert [a["href"] for _, a in tags if "href" in a] == ["data:,"]
     assert "default-src 'none'" in text
-    told = page([Panel("sized", drawn[0].timeline, samples=(3, 1, 2, 2))], title="sizes")
-    assert told.count(' data-m="0" data-n="3"') == sum(
+    told = page([Panel("sized", drawn[0].timeline, (3, 1, 2, 2), (9, 4, 7, 6))], title="sizes")
+    assert told.count(' data-m="0" data-samples="3" data-tokens="9"') == sum(
         e.micro_batch == 0 for e in drawn[0].timeline.events
     )
+    assert "data-tokens" not in page([Panel("sized", drawn[0].timeline, (3, 1, 2, 2))], title="")
     for kind in ("forward", "backward", "receive wait", "optimizer", "data wait"):
         assert f"</i>{kind}</span>" in text
 
@@ -103,6 +108,11 @@ def test_trace_has_a_slice_an_event_and_an_arrow_a_message(tmp_path) -> None:
         assert enclosing(start) == enclosing(end)  # F2 on one stage, F2 on the next
         assert end["tid"] - start["tid"] == (1 if start["name"] == "activation" else -1)
         assert end["ts"] > start["ts"]
+    held = {s["args"].get("tokens", 0) - 100 * s["args"].get("samples", 0) for s in slices}
+    assert held == {0}
+    assert sum("tokens" in s["args"] for s in slices if s["pid"] == 0) == sum(
+        e.micro_batch is not None for e in drawn[0].timeline.events
+    )
     names = {r["args"]["name"] for r in records if r["name"] == "thread_name"}
     assert names == {"stage 0", "stage 1", "stage 2"}
 
@@ -154,10 +164,14 @@ def test_page_in_a_browser(tmp_path, num_stages, num_micro_batches) -> None:
         x, y = left + width / 2, top + height / 2
         browser.mouse("mouseMoved", x, y)
         tip = browser.value("getComputedStyle(tip).display + ' ' + tip.textContent")
-        assert re.fullmatch(
-            r"block backward\nstage \d+\nmicro-batch \d+\n[\d.]+ ms to [\d.]+ ms\nlasts 20.000 ms",
+        found = re.fullmatch(
+            r"block backward\nstage \d+\nmicro-batch (\d+), samples: (\d+), tokens: (\d+)\n"
+            r"[\d.]+ ms to [\d.]+ ms\nlasts 20.000 ms",
             tip,
         )
+        assert found is not None, tip
+        number, samples, tokens = map(int, found.groups())
+        assert (samples, tokens) == (number + 1, 100 * (number + 1))
         for _ in range(3):
             browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-100)
         start, length = browser.value("view")

@@ -8,15 +8,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf
 
-from pipeswift_lightning.jobs.result import JobResult, JobState
+from pipeswift_lightning.jobs.result import JobState
 from pipeswift_lightning.jobs.search import Search, SearchError, SearchSpace
+from pipeswift_lightning.runs.run_folder import RunFolder
 
 optuna = pytest.importorskip("optuna")
 
 
-def space(only_if=None, **sweeps: str) -> SearchSpace:
+def space(only_if=None, fixed=None, **sweeps: str) -> SearchSpace:
     parsed = OverridesParser.create().parse_overrides([f"{k}={v}" for k, v in sweeps.items()])
-    return SearchSpace({o.get_key_element(): o for o in parsed}, only_if or {})
+    return SearchSpace({o.get_key_element(): o for o in parsed}, only_if or {}, fixed or {})
 
 
 class Known:
@@ -54,6 +55,7 @@ def search(folder: Path, chosen: SearchSpace, predictor=None) -> tuple[Search, l
         predictor=predictor,
         margin=0.25,
         folder=folder,
+        fixed=["c=0"],
     ), ran
 
 
@@ -75,7 +77,9 @@ def test_members_are_run_once_pruned_or_failed_and_all_are_reported(tmp_path, ca
     assert predictor.learned == len(by_state[JobState.COMPLETED])
     pruned = by_state[JobState.PRUNED][0]
     assert pruned.note == "a step of 10 s is predicted, 1 s was measured"
-    assert JobResult.read(tmp_path / str(pruned.number)).state is JobState.PRUNED
+    run = RunFolder.read(tmp_path / str(pruned.number))  # as recipes/compare.py reads it
+    assert (run.status, run.error) == ("pruned", pruned.note)
+    assert run.choices == {"c": "0", **pruned.chosen}
     assert json.loads((tmp_path / "best.json").read_text())["best_value"] == 4.0
     assert len(json.loads((tmp_path / "sweep.json").read_text())) == 12
     assert "pruned: a step of" in " ".join(capsys.readouterr().out.split())
@@ -86,7 +90,10 @@ def test_a_condition_leaves_a_key_alone(tmp_path) -> None:
     found, ran = search(tmp_path, chosen)
     for number in range(8):
         found.member(number)
-    assert {tuple(r.items()) for r in ran} == {(("a", 1), ("b", 7)), (("a", 5),)}
+    assert {tuple(r.items()) for r in ran} == {
+        (("c", 0), ("a", 1), ("b", 7)),
+        (("c", 0), ("a", 5)),
+    }
     found.finish()
 
 
@@ -98,8 +105,29 @@ def test_a_condition_on_any_value(sweep, value) -> None:
     trial = optuna.create_study().ask()
     chosen = space({"b": {"a": value}}, a=f"{sweep},{sweep}", b="choice(7)")
     assert chosen.choose(trial)["b"] == "7"
-    never = space({"b": {"z": None}}, a="choice(1)", b="choice(7)")  # z is not chosen at all
-    assert "b" not in never.choose(optuna.create_study().ask())
+
+
+@pytest.mark.parametrize(
+    ("only_if", "problem"),
+    [
+        ({"b": {"z": None}}, r"b: it asks for z=None, and z is not searched"),
+        ({"z": {"a": 1}}, r"z: z is not searched"),
+        ({"a": {"b": 7}}, r"a: it asks for b=7, and b is chosen later"),
+        ({"a": {"a": 1}}, r"a: it asks for a=1, and a is chosen later"),
+    ],
+)
+def test_a_condition_that_can_never_hold_is_refused_at_once(only_if, problem) -> None:
+    rule = r"Rule: .* Remedy: .* a, b, which are searched"
+    with pytest.raises(SearchError, match=rf"hydra\.sweeper\.only_if\.{problem}\. {rule}"):
+        space(only_if, a="choice(1)", b="choice(7)")
+
+
+def test_what_the_command_line_fixes_is_not_searched_and_conditions_know_it() -> None:
+    for value, expected in (("1", {"b": "7"}), ("2", {})):
+        chosen = space({"b": {"a": 1}}, {"a": value}, a="choice(1, 5)", b="choice(7)")
+        assert chosen.choose(optuna.create_study().ask()) == expected
+    fixed = space({"b": {"a": 1}}, {"b": "3"}, a="choice(1)", b="choice(7)")
+    assert fixed.choose(optuna.create_study().ask()) == {"a": "1"}
 
 
 @pytest.mark.parametrize(

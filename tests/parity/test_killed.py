@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.killed import ANY_RANK, PHASES, Life, die_at_random, die_in, live_on, undisturbed
+from tests.helpers.killed.deaths import ANY_RANK, PHASES
+from tests.helpers.killed.life import Life
+from tests.helpers.killed.witness import die_at_random, die_in, live_on, undisturbed
 
 STEPS = 40
 

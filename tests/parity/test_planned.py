@@ -1,5 +1,6 @@
 """Steps that costs have planned, against plain Lightning: every kind of plan trains the same."""
 
+import gzip
 import json
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
-from pipeswift_lightning.callbacks import TopologyCheckpoint
+from pipeswift_lightning.callbacks import TimelineTrace, TopologyCheckpoint
 from pipeswift_lightning.plan.costs import CostError
 from pipeswift_lightning.strategies import planning
 from pipeswift_lightning.strategies.options import OptionError
@@ -144,6 +145,46 @@ def fit_alone(
         strategy, max_steps=steps, precision="64-true", num_sanity_val_steps=0, **options
     )
     trainer.fit(module, data)
+
+
+@pytest.mark.parametrize(
+    ("planned", "data"),
+    [(True, loader), (False, loader), (True, packed), (False, packed)],
+    ids=["planned", "with padding", "packed, planned", "packed"],
+)
+def test_a_timeline_tells_the_tokens_of_each_micro_batch(
+    cost_file: Path, tmp_path: Path, planned: bool, data: Any
+) -> None:
+    strategy = PipeSwiftStrategy(
+        costs=cost_file if planned else None,
+        micro_batches=4,
+        **(BY_TOKENS if data is packed else NOW),
+    )
+    batch = next(iter(data(num=8)))
+    lengths = batch.lengths if data is packed else batch["mask"].sum(1).tolist()
+    if not planned and data is loader:
+        lengths = [batch["ids"].shape[1]] * 8
+    order: list[list[int]] = [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+    class Record(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            order[:] = trainer.strategy.session.planner.record().get("micro_batches", order)
+
+    trace = TimelineTrace(1, tmp_path, png=False)
+    module = Packed() if data is packed else Padded()
+    fit_alone(module, strategy, data(num=8), 1, callbacks=[trace, Record()])
+    (file,) = (tmp_path / "timelines").glob("*.gz")
+    slices = [
+        e for e in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"] if e["ph"] == "X"
+    ]
+    told = {
+        e["name"]: (e["args"]["samples"], e["args"]["tokens"])
+        for e in slices
+        if e["cat"] == "forward"
+    }
+    assert told == {
+        f"F{i}": (len(part), sum(lengths[k] for k in part)) for i, part in enumerate(order)
+    }
 
 
 def test_padding_is_cut_off_in_micro_batches_of_unequal_sizes(cost_file: Path) -> None:

@@ -32,13 +32,20 @@ def report(completion_s: float, micro_batches: int, stages: int = 2) -> dict[str
 
 
 def write_run(
-    folder: Path, overrides: list[str], content: dict[str, Any] | None, stages: int = 2
+    folder: Path,
+    overrides: list[str],
+    content: dict[str, Any] | None,
+    stages: int = 2,
+    *,
+    pruned: str | None = None,
 ) -> None:
-    """Write a run's folder; without a report it is one that failed."""
+    """Write a run's folder; without a report it is one that failed, or that was pruned."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text("".join(f"- {o}\n" for o in overrides))
     if content is None:
         result = {"state": "failed", "value": None, "error": "OptionError: 64 > <8>"}
+        if pruned is not None:
+            result |= {"state": "pruned", "error": pruned}
         (folder / "job_result.json").write_text(json.dumps(result))
         return
     (folder / "job.json").write_text(json.dumps(content))

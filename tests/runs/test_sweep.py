@@ -38,6 +38,15 @@ def test_members_are_compared_and_the_least_is_marked(tmp_path) -> None:
     assert "3 (strategy.micro_batches=64): failed. OptionError: 64 > <8>" in text
 
 
+def test_a_pruned_member_is_told_with_its_choices_and_why(tmp_path) -> None:
+    write_sweep(tmp_path)
+    note = "a step of 0.5 s is predicted, 0.1 s was measured"
+    write_run(tmp_path / "4", ["strategy.micro_batches=2"], None, pruned=note)
+    text = " ".join(printed(SweepTable.of(find_runs([tmp_path]))).split())
+    assert "3 of 5 runs have finished" in text
+    assert f"4 (strategy.micro_batches=2): pruned. {note}" in text
+
+
 def test_it_is_drawn_also_when_all_have_failed(tmp_path) -> None:
     pytest.importorskip("matplotlib")
     write_sweep(tmp_path / "a")

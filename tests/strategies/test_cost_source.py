@@ -1,5 +1,7 @@
 """Where costs come from and are kept, and what happens if something goes wrong with them."""
 
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from pipeswift_lightning.plan.profile import CostProfile, LayerProfile, LayerSample
+from pipeswift_lightning.strategies import measuring
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.cost_source import from_rank_zero
-from pipeswift_lightning.strategies.measuring import COST_FILE, cost_path, keep_costs
+from pipeswift_lightning.strategies.measuring import COST_FILE, CostSource, cost_path, keep_costs
 
 
 class UnsendableError(Exception):
@@ -31,6 +35,22 @@ def test_any_error_of_the_first_rank_is_raised_on_all() -> None:
     with pytest.raises(expected, match="1 and 2"):
         from_rank_zero(lambda: fail(UnsendableError(1, 2)))
     assert from_rank_zero(lambda: 3) == 3
+
+
+def test_measuring_is_timed_apart_from_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: Any) -> None:
+        time.sleep(0.05)
+
+    monkeypatch.setattr(measuring, "C10dTransport", lambda *_: None)
+    monkeypatch.setattr(measuring, "shared_link", slow)
+    monkeypatch.setattr(measuring, "measured_costs", slow)
+    groups: Any = SimpleNamespace(mesh=SimpleNamespace(num_stages=2), pipeline=None)
+    unused: Any = SimpleNamespace(num_layers=1)
+    times = AssemblyTimes()
+    source = CostSource(unused, unused, groups, nullcontext, times)
+    with times.timing(AssemblyPart.PLAN):
+        source.reader("measure", unused, unused, unused)()
+    assert times.seconds["plan"] < 0.05 < 0.1 <= times.seconds["profile"]
 
 
 def test_costs_are_kept_in_a_local_folder(tmp_path: Path) -> None:

@@ -36,9 +36,9 @@ class OptunaSweeper(Sweeper):
         seed: Makes a search repeatable; None makes each another.
         params: The search space, in Hydra's notation: ``choice(1, 2, 4)``, ``range(1, 9)``,
             ``interval(0.0, 1.0)``, ``tag(log, interval(1e-5, 1e-2))``. Sweeps on the command line
-            are added to it, and win.
-        only_if: Conditions: a key of ``params``, and the values that others must have. Else the
-            key keeps the configuration's value.
+            are added to it, and win; a key that the command line fixes is not searched.
+        only_if: Conditions: a key of ``params``, and the values that others must have, which come
+            before it. Else the key keeps the configuration's value.
         predict: Predicts a member's step time, as `StepPredictor` does; None starts every member.
         margin: A member is pruned if its predicted step is longer than the best measured one of
             its kind by more than this share.
@@ -98,19 +98,22 @@ class OptunaSweeper(Sweeper):
         parser = OverridesParser.create(config_loader=self._context.config_loader)
         given = parser.parse_overrides(arguments)
         swept = {o.get_key_element(): o for o in given if o.is_sweep_override()}
-        fixed = [str(o.input_line) for o in given if not o.is_sweep_override()]
+        fixed = {o.get_key_element(): o for o in given if not o.is_sweep_override()}
         written = parser.parse_overrides([f"{k}={v}" for k, v in self._params.items()])
         space = SearchSpace(
-            overrides={o.get_key_element(): o for o in written} | swept, only_if=self._only_if
+            overrides={o.get_key_element(): o for o in written} | swept,
+            only_if=self._only_if,
+            fixed={key: str(o.get_value_element_as_str()) for key, o in fixed.items()},
         )
         search = Search(
             study=self._study(),
             space=space,
-            run=lambda number, chosen: self._run(number, [*fixed, *chosen]),
-            compose=lambda chosen: self._compose([*fixed, *chosen]),
+            run=self._run,
+            compose=self._compose,
             predictor=self._predictor,
             margin=self._margin,
             folder=folder,
+            fixed=[str(override.input_line) for override in fixed.values()],
         )
         for number in range(self._num_members):
             search.member(number)

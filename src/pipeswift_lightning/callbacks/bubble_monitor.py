@@ -1,9 +1,6 @@
 """Watches how long each stage stands idle, and says why."""
 
-from time import perf_counter
-from typing import Any
-
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
@@ -13,12 +10,11 @@ from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
     PlanKey,
+    StepObserver,
     log_scalars,
-    pipeline_of,
     plan_key,
 )
 from pipeswift_lightning.callbacks.replica_report import ReplicaReport
-from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums
 from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.strategies.argument import COUNT, TEXT, Argument, checked, is_number
@@ -33,7 +29,7 @@ _IDLE = Argument(
 )
 
 
-class BubbleMonitor(Callback):
+class BubbleMonitor(StepObserver):
     """Log the measured bubble of each stage beside the predicted one, every n steps.
 
     Each step, a rank adds its own times up. Every ``every_n_steps`` the stages' sums are gathered,
@@ -77,13 +73,12 @@ class BubbleMonitor(Callback):
     def __init__(
         self, every_n_steps: int = 50, warn_above: float = 0.5, prefix: str = "bubble"
     ) -> None:
+        super().__init__()
         self.every_n_steps = every_n_steps
         self.warn_above = warn_above
         self.prefix = prefix
         self.reports: list[BubbleReport] = []
-        self._pipeline: ObservablePipeline | None = None
         self._warned: set[tuple[str, int]] = set()
-        self._step_start_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
@@ -91,27 +86,14 @@ class BubbleMonitor(Callback):
         self._sums: dict[PlanKey, tuple[Schedule | None, StepSums]] = {}
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._pipeline = pipeline_of(trainer, "BubbleMonitor")
-            self.reports = []
-            self._warned = set()
-            self._clear()
+    def _begin(self) -> None:
+        self.reports = []
+        self._warned = set()
+        self._clear()
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._step_start_s = perf_counter()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        pipeline = self._pipeline
-        if pipeline is None:
-            return
-        parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
+    def _step_ended(self, trainer: Trainer, pipeline: ObservablePipeline) -> None:
+        parts = self._step_parts(pipeline)
         plan = pipeline.plan
         schedule = None if plan is None else plan.schedule
         if schedule is None or parts.is_whole(schedule.num_micro_batches):

@@ -31,6 +31,7 @@ from pipeswift_lightning.strategies.argument import (
     checked,
     is_number,
 )
+from pipeswift_lightning.strategies.logged_facts import log_facts
 
 __all__ = ["JobReport"]
 
@@ -245,8 +246,7 @@ class JobReport(Callback):
         """Give the plan to the loggers, beside the configuration; and what ran, to the report."""
         self._plan_told = True
         facts = {"strategy": type(trainer.strategy).__name__, **_plan_facts(trainer)}
-        for logger in trainer.loggers:
-            logger.log_hyperparams({"job": facts})
+        log_facts(trainer.loggers, {"job": facts})
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,16 +5,14 @@ import statistics
 from collections import Counter, deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
-    pipeline_of,
+    StepObserver,
     plan_key,
 )
 from pipeswift_lightning.callbacks.step_parts import StepParts
@@ -57,7 +55,7 @@ class MeasuredStep:
         return cls(found["step_s"], StepCosts(**found["costs"]))
 
 
-class StepRecord(Callback):
+class StepRecord(StepObserver):
     """When training ends, write what a step costs: the last steps of the most frequent plan.
 
     Two files in ``dirpath``: ``step_costs.json``, which ``recipes/simulate.py costs=FILE`` takes,
@@ -73,31 +71,19 @@ class StepRecord(Callback):
 
     @checked({"dirpath": PATH, "window": COUNT}, CallbackError)
     def __init__(self, dirpath: str | Path, window: int = 50) -> None:
+        super().__init__()
         self.dirpath = Path(dirpath)
         self._steps: deque[tuple[Plan, StepParts]] = deque(maxlen=window)
-        self._pipeline: ObservablePipeline | None = None
-        self._step_start_s = 0.0
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._pipeline = pipeline_of(trainer, "StepRecord")
-            self._steps.clear()
+    def _begin(self) -> None:
+        self._steps.clear()
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._step_start_s = perf_counter()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        pipeline = self._pipeline
-        if pipeline is None or (plan := pipeline.plan) is None:
+    def _step_ended(self, trainer: Trainer, pipeline: ObservablePipeline) -> None:
+        if (plan := pipeline.plan) is None:
             return
-        parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
+        parts = self._step_parts(pipeline)
         if parts.is_whole(plan.schedule.num_micro_batches):
             self._steps.append((plan, parts))
 

@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, Protocol, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
+    StepObserver,
     log_scalars,
-    pipeline_of,
 )
-from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_window import StepWindow, measurement
 from pipeswift_lightning.plan.partition import Partition
 from pipeswift_lightning.plan.rebalance import (
@@ -94,7 +92,7 @@ _ARGUMENTS = {
 }
 
 
-class Rebalance(Callback):
+class Rebalance(StepObserver):
     """Move layers between stages when a shorter step is predicted, and back if it does not come.
 
     Each step, a rank notes its own times. Every ``every_n_steps`` batches, the medians over the
@@ -139,6 +137,7 @@ class Rebalance(Callback):
         cool_down: int | None = None,
         prefix: str = "rebalance",
     ) -> None:
+        super().__init__()
         self.every_n_steps = every_n_steps
         self.window = window
         if window > every_n_steps:
@@ -156,24 +155,17 @@ class Rebalance(Callback):
         self.moves: list[Rebalanced] = []
         self.decisions: list[Decision] = []
         self._state = RebalanceState()
-        self._pipeline: _Movable | None = None
         self._begin()
 
+    @override
     def _begin(self) -> None:
-        self._step_start_s = 0.0
+        self.moves, self.decisions = [], []
         self._batches = 0
         self._due = self.every_n_steps
         self._told = False
         self._steps = StepWindow(self.window)
         # A trial and its batches are a run's own; a checkpoint brings what that run has rejected.
         self._state = RebalanceState(rejected=self._state.rejected)
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._pipeline = cast("_Movable | None", pipeline_of(trainer, "Rebalance"))
-            self.moves, self.decisions = [], []
-            self._begin()
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -186,27 +178,17 @@ class Rebalance(Callback):
         self._state = RebalanceState(rejected=frozenset(rejected))
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._step_start_s = perf_counter()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        pipeline = self._pipeline
-        if pipeline is None:
-            return
+    def _step_ended(self, trainer: Trainer, pipeline: ObservablePipeline) -> None:
+        movable = cast("_Movable", pipeline)
         self._batches += 1  # on all ranks alike, whatever they measured
         if (plan := pipeline.plan) is not None:
-            parts = StepParts.of(pipeline.step_events(), self._step_start_s, perf_counter())
+            parts = self._step_parts(pipeline)
             self._steps.add(self._batches, plan, parts)
         # All ranks of all pipelines are in the same batch: so each of them looks now, or none.
-        if self._batches >= self._due and pipeline.why_fixed() is None:
-            self._look(trainer, pipeline)
+        if self._batches >= self._due and movable.why_fixed() is None:
+            self._look(trainer, movable)
         elif self._batches >= self._due and not self._told:
-            self._tell_if_fixed(pipeline)
+            self._tell_if_fixed(movable)
 
     def _tell_if_fixed(self, pipeline: _Movable) -> None:
         """Say once why layers never move, if it is not for gradients that wait."""

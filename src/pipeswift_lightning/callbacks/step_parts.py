@@ -23,6 +23,7 @@ class StepParts:
         reduce_s: Reduction of gradients over replicas and owners of tied weights.
         optimizer_s: From the end of backward to the end of the update.
         data_wait_s: Wait for the batch.
+        end_s: When the step ended, on the clock of its events.
     """
 
     step_s: float = 0.0
@@ -35,6 +36,7 @@ class StepParts:
     reduce_s: float = 0.0
     optimizer_s: float = 0.0
     data_wait_s: float = 0.0
+    end_s: float = 0.0
 
     @classmethod
     def of(cls, events: Iterable[Event], start_s: float, end_s: float) -> "StepParts":
@@ -51,7 +53,7 @@ class StepParts:
             >>> parts.step_s, parts.data_wait_s, parts.compute_s, parts.other_s
             (4.0, 1.0, 2.0, 1.0)
         """
-        parts = cls()
+        parts = cls(end_s=end_s)
         first_s: float | None = None
         last_s = awaited_s = 0.0
         for event in events:

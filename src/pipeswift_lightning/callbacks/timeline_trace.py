@@ -1,5 +1,6 @@
 """Draws the measured timeline of a step beside the predicted one."""
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.step_sums import StepSums, mean_costs
 from pipeswift_lightning.drawing import Panel, page, png, require_matplotlib, write_chrome_trace
 from pipeswift_lightning.plan.instructions import Schedule
-from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.simulator import simulate
 from pipeswift_lightning.plan.timeline import Timeline
 from pipeswift_lightning.strategies.argument import COUNT, FLAG, PATH, checked
@@ -28,9 +28,11 @@ class TimelineTrace(Callback):
     its computation.
 
     Written into ``<run's folder>/timelines``: ``step_000100.png``, which loggers that take images
-    (W&B, TensorBoard) are given too; ``step_000100.html``, a page with hover and zoom that loads
-    nothing; ``step_000100.trace.json.gz`` for https://ui.perfetto.dev or ``chrome://tracing``, with
-    an arrow from the computation that made a message to the one that used it.
+    (W&B, TensorBoard) are given too; ``step_000100.html``, a page that zooms and loads nothing, and
+    tells a micro-batch's samples, tokens and times where it is pointed at;
+    ``step_000100.trace.json.gz`` for https://ui.perfetto.dev or ``chrome://tracing``, with an arrow
+    from the computation that made a message to the one that used it. Tokens are told where samples
+    are sequences: without padding if the step was planned from costs, else with it.
 
     The other ranks wait while rank 0 draws: about a second for 4 stages. With replicas, the first
     is drawn. Steps that every rank runs whole follow no schedule, so nothing is predicted of them.
@@ -89,15 +91,16 @@ class TimelineTrace(Callback):
         if self._num_steps % self.every_n_steps:
             return
         timeline, plan = pipeline.timeline(), pipeline.plan
-        if trainer.is_global_zero:
-            self._draw(trainer, timeline, plan)
-
-    def _draw(self, trainer: Trainer, timeline: Timeline, plan: Plan | None) -> None:
+        if not trainer.is_global_zero:
+            return
         panels = [Panel("measured", timeline)]
         if plan is not None:
-            sizes = plan.micro_batches.sizes
-            predicted = _predicted(timeline, plan.schedule)
-            panels = [Panel("measured", timeline, sizes), Panel("predicted", predicted, sizes)]
+            sizes, tokens = plan.micro_batches.sizes, pipeline.micro_batch_tokens(batch) or ()
+            timelines = {"measured": timeline, "predicted": _predicted(timeline, plan.schedule)}
+            panels = [Panel(name, drawn, sizes, tokens) for name, drawn in timelines.items()]
+        self._draw(trainer, panels)
+
+    def _draw(self, trainer: Trainer, panels: Sequence[Panel]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         stem = self._folder / f"step_{self._num_steps:06}"
         title = f"{type(trainer.lightning_module).__name__}, step {self._num_steps}"

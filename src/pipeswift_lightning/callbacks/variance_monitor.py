@@ -1,9 +1,6 @@
 """Watches how long steps take and how much that varies, and says what is behind it."""
 
-from time import perf_counter
-from typing import Any
-
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -12,14 +9,13 @@ from pipeswift_lightning.callbacks.pipeline import (
     CallbackError,
     ObservablePipeline,
     PlanKey,
+    StepObserver,
     log_scalars,
-    pipeline_of,
     plan_key,
 )
-from pipeswift_lightning.callbacks.step_parts import StepParts
 from pipeswift_lightning.callbacks.variance_report import StageWindow, VarianceReport
 from pipeswift_lightning.plan.planner import Plan
-from pipeswift_lightning.plan.timeline import Event, EventKind
+from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.strategies.argument import COUNT, SHARE, TEXT, checked
 
 __all__ = ["VarianceMonitor"]
@@ -28,7 +24,7 @@ _SAMPLES = 16  # Steps of a window whose events are kept, to see how long messag
 _MAX_PLANS = 8
 
 
-class VarianceMonitor(Callback):
+class VarianceMonitor(StepObserver):
     """Log mean and variance of the step over a window, by stage, and name the causes.
 
     At the end of a window, all loggers are given, in seconds: ``variance/step_mean_s``,
@@ -65,13 +61,12 @@ class VarianceMonitor(Callback):
     def __init__(
         self, window: int = 100, warn_above: float = 0.05, prefix: str = "variance"
     ) -> None:
+        super().__init__()
         self.window = window
         self.warn_above = warn_above
         self.prefix = prefix
         self.reports: list[VarianceReport] = []
-        self._pipeline: ObservablePipeline | None = None
         self._garbage = GarbageClock()
-        self._step_start_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
@@ -81,30 +76,17 @@ class VarianceMonitor(Callback):
         self._told: set[tuple[str, int, int | None]] = set()
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._pipeline = pipeline_of(trainer, "VarianceMonitor")
-            self._clear()
-            if self._pipeline is not None:
-                self._garbage.start()
+    def _begin(self) -> None:
+        self._clear()
+        if self._pipeline is not None:
+            self._garbage.start()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._garbage.stop()
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._step_start_s = perf_counter()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        pipeline = self._pipeline
-        if pipeline is None:
-            return
+    def _step_ended(self, trainer: Trainer, pipeline: ObservablePipeline) -> None:
         if (plan := pipeline.plan) is None:
             self._rest()
             return
@@ -112,7 +94,7 @@ class VarianceMonitor(Callback):
         if key not in self._windows and len(self._windows) >= _MAX_PLANS:
             self._windows.pop(next(iter(self._windows)))
         _, window = self._windows.setdefault(key, (plan, StageWindow()))
-        self._add(window, pipeline.step_events(), plan.schedule.num_micro_batches)
+        self._add(window, pipeline, plan.schedule.num_micro_batches)
         if len(window.steps_s) >= self.window:
             self._report(trainer, pipeline, plan)
 
@@ -126,12 +108,14 @@ class VarianceMonitor(Callback):
             "BubbleMonitor and TimelineTrace observe such steps too"
         )
 
-    def _add(self, window: StageWindow, events: tuple[Event, ...], num_micro_batches: int) -> None:
-        end_s = perf_counter()
-        parts = StepParts.of(events, self._step_start_s, end_s)
+    def _add(
+        self, window: StageWindow, pipeline: ObservablePipeline, num_micro_batches: int
+    ) -> None:
+        parts = self._step_parts(pipeline)
         garbage = self._garbage.take()
         if not parts.is_whole(num_micro_batches):
             return
+        events = pipeline.step_events()
         compute_s, data_wait_s = parts.compute_s, parts.data_wait_s
         if garbage:
             for event in events:
@@ -146,7 +130,7 @@ class VarianceMonitor(Callback):
         window.compute_s.append(compute_s)
         window.data_wait_s.append(data_wait_s)
         # What fell between two steps makes none of them longer.
-        window.garbage_s.append(overlap_s(garbage, end_s - parts.step_s, end_s))
+        window.garbage_s.append(overlap_s(garbage, parts.end_s - parts.step_s, parts.end_s))
         window.sums.add(parts)
         if place % max(1, self.window // _SAMPLES) == 0:
             window.samples[place] = events

@@ -37,7 +37,7 @@ def chrome_trace(panels: Sequence[Panel]) -> dict[str, Any]:
             for rank in range(panel.timeline.num_ranks)
         ]
         events = panel.events()
-        records += [_slice(event, process) for event in events]
+        records += [_slice(event, process, panel) for event in events]
         for transfer in transfers(Timeline(events, panel.timeline.num_ranks)):
             records += _flow(transfer.made, transfer.used, process, next_flow)
             next_flow += 1
@@ -54,7 +54,7 @@ def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(event: Event, process: int) -> dict[str, Any]:
+def _slice(event: Event, process: int, panel: Panel) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": label(event) or NAMES[event.kind],
@@ -63,7 +63,11 @@ def _slice(event: Event, process: int) -> dict[str, Any]:
         "tid": event.rank,
         "ts": round(_MICROSECONDS * event.start_s, 3),
         "dur": round(_MICROSECONDS * event.duration_s, 3),
-        "args": {"stage": event.stage, "micro_batch": event.micro_batch},
+        "args": {
+            "stage": event.stage,
+            "micro_batch": event.micro_batch,
+            **panel.contents(event),
+        },
     }
 
 

@@ -16,9 +16,9 @@ _TALLEST_ROW_PX, _LOWEST_ROW_PX, _PANEL_PX = 28, 11, 700
 def page(panels: Sequence[Panel], *, title: str) -> str:
     """Return the HTML page.
 
-    A rank is a row. Pointing at a box shows stage, micro-batch, samples and times; the wheel zooms
-    around the pointer (all panels alike), dragging moves, a double click shows everything again;
-    the keys +, -, 0 and the arrows do the same.
+    A rank is a row. Pointing at a box shows stage, micro-batch, its samples and tokens, and times;
+    the wheel zooms around the pointer (all panels alike), dragging moves, a double click shows
+    everything again; the keys +, -, 0 and the arrows do the same.
 
     Args:
         panels: Drawn one above the other over one axis of time.
@@ -48,7 +48,7 @@ def _panel(panel: Panel, first_s: float, last_s: float) -> str:
     ranks = range(num_ranks)
     rects = "".join(
         f'<rect class="{e.kind.value}" x="{_us(e.start_s)}" y="{e.rank + 0.05:g}" '
-        f'width="{_us(e.duration_s)}" height="0.9"' + _micro_batch(e, panel.samples) + "/>"
+        f'width="{_us(e.duration_s)}" height="0.9"' + _micro_batch(e, panel) + "/>"
         for e in panel.events()
     )
     stages = "".join(f"<div>stage {rank}</div>" for rank in ranks)
@@ -63,12 +63,13 @@ def _panel(panel: Panel, first_s: float, last_s: float) -> str:
     )
 
 
-def _micro_batch(event: Event, samples: Sequence[int]) -> str:
-    """Return the attributes that tell an event's micro-batch, and its samples."""
+def _micro_batch(event: Event, panel: Panel) -> str:
+    """Return the attributes that tell an event's micro-batch, and what it holds."""
     number = event.micro_batch
     if number is None:
         return ""
-    return f' data-m="{number}"' + (f' data-n="{samples[number]}"' if samples else "")
+    told = "".join(f' data-{name}="{value}"' for name, value in panel.contents(event).items())
+    return f' data-m="{number}"{told}'
 
 
 def _us(seconds: float) -> str:

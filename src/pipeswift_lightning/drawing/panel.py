@@ -28,16 +28,32 @@ class Panel:
         name: Stands above it: "measured", "predicted".
         timeline: One rank a row.
         samples: Of each micro-batch, where that is known.
+        tokens: Of each micro-batch, where that is known.
     """
 
     name: str
     timeline: Timeline
     samples: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
 
     def events(self) -> tuple[Event, ...]:
         """Return the events with time 0 at the first computation, waits below computation."""
         moved = self.timeline.shifted(-self.timeline.start_s)
         return tuple(sorted(moved.events, key=lambda e: (e.is_compute, e.start_s)))
+
+    def contents(self, event: Event) -> dict[str, int]:
+        """Return what an event's micro-batch holds, as far as that is known.
+
+        Example:
+            >>> panel = Panel("measured", Timeline((), 1), samples=(2, 1), tokens=(9, 5))
+            >>> panel.contents(Event(0, 0, 1, EventKind.FORWARD, 0.0, 1.0))
+            {'samples': 1, 'tokens': 5}
+        """
+        number = event.micro_batch
+        if number is None:
+            return {}
+        known = {"samples": self.samples, "tokens": self.tokens}
+        return {name: values[number] for name, values in known.items() if values}
 
     @property
     def title(self) -> str:

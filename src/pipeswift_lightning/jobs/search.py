@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.core.utils import JobReturn
@@ -34,23 +34,53 @@ class SearchSpace:
     """What may be chosen for each key.
 
     Args:
-        overrides: Hydra's sweeps, by key.
+        overrides: Hydra's sweeps, by key. A key that is fixed is not searched.
         only_if: Keys that are chosen only where other keys have these values.
+        fixed: Values of keys that the command line gives.
+
+    Raises:
+        SearchError: A condition is of a key, or on one, that is neither searched nor fixed, or on
+            one that is chosen later.
     """
 
     overrides: Mapping[str, Override]
     only_if: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fixed: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        searched = [key for key in self.overrides if key not in self.fixed]
+        for key, needs in self.only_if.items():
+            if key in self.fixed:
+                continue
+            if key not in searched:
+                self._refuse(key, f"{key} is not searched")
+            before = searched[: searched.index(key)]
+            for other, value in needs.items():
+                if other not in before and other not in self.fixed:
+                    problem = "chosen later" if other in searched else "not searched"
+                    self._refuse(key, f"it asks for {other}={value}, and {other} is {problem}")
+
+    def _refuse(self, key: str, problem: str) -> NoReturn:
+        message = (
+            f"hydra.sweeper.only_if.{key}: {problem}. Rule: a condition is of a key that is "
+            "searched, on keys that are chosen before it or fixed on the command line. Remedy: "
+            f"write it with one of {', '.join(self.overrides) or 'no keys'}, which are searched in "
+            "this order, or add the key to hydra.sweeper.params"
+        )
+        raise SearchError(message)
 
     def choose(self, trial: "Trial") -> dict[str, str]:
         """Return a value for each key, as the command line writes it.
 
         Raises:
-            SearchError: An override is no sweep, or a condition names a later key.
+            SearchError: An override is no sweep.
         """
         chosen: dict[str, str] = {}
         for key, override in self.overrides.items():
-            needs = self.only_if.get(key, {})
-            if all(_is(chosen.get(other), value) for other, value in needs.items()):
+            needs, known = self.only_if.get(key, {}), {**self.fixed, **chosen}
+            if key in self.fixed:
+                continue
+            if all(_is(known.get(other), value) for other, value in needs.items()):
                 chosen[key] = str(_suggest(trial, key, override))
         return chosen
 
@@ -125,9 +155,10 @@ class Search:
         margin: By which share a predicted step may be longer than the best measured
             one of its kind.
         folder: The sweep's.
+        fixed: Overrides of every member.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what a sweeper has
         self,
         *,
         study: "Study",
@@ -137,6 +168,7 @@ class Search:
         predictor: StepPredictor | None,
         margin: float,
         folder: Path,
+        fixed: Sequence[str] = (),
     ) -> None:
         self._study = study
         self._space = space
@@ -145,6 +177,7 @@ class Search:
         self._predictor = predictor
         self._margin = margin
         self._folder = folder
+        self._fixed = fixed
         self.members: list[Member] = []
 
     def member(self, number: int) -> Member:
@@ -153,7 +186,7 @@ class Search:
 
         trial = self._study.ask()
         member = Member(number=number, chosen=self._space.choose(trial))
-        overrides = [f"{key}={value}" for key, value in member.chosen.items()]
+        overrides = [*self._fixed, *(f"{key}={value}" for key, value in member.chosen.items())]
         if not (self._repeats(member) or self._is_slow(member, overrides)):
             self._measure(member, overrides)
         self.members.append(member)
@@ -186,7 +219,10 @@ class Search:
         member.state = JobState.PRUNED
         member.note = f"a step of {predicted_s:.4g} s is predicted, {best_s:.4g} s was measured"
         log.info(f"#{member.number} : {' '.join(overrides)} is not started: {member.note}")
-        JobResult(state=JobState.PRUNED, error=member.note).write(self._folder / str(member.number))
+        folder = self._folder / str(member.number)
+        JobResult(state=JobState.PRUNED, error=member.note).write(folder)
+        (folder / ".hydra").mkdir()  # as Hydra writes it of a member that runs
+        OmegaConf.save(list(overrides), folder / ".hydra" / "overrides.yaml")
         return True
 
     def _measure(self, member: Member, overrides: Sequence[str]) -> None:

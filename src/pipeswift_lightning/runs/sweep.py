@@ -76,7 +76,7 @@ class SweepTable:
     Attributes:
         keys: Of the configuration, in which members differ.
         members: Those that have finished, in the sweep's order.
-        failed: The others.
+        failed: The others, those that were pruned before they started included.
     """
 
     keys: tuple[str, ...]
@@ -130,11 +130,14 @@ class SweepTable:
             style = "bold green" if least else None
             marked = [*row[:-1], f"least {row[-1]}" if least else row[-1]]
             table.add_row(*map(Text, marked), style=style)
-        failed = [
-            Text(f"{run.name} ({self._choices(run)}): {run.status}. {run.error}", style="red")
+        others = [
+            Text(
+                f"{run.name} ({self._choices(run)}): {run.status}. {run.error}",
+                style="dim" if run.status == "pruned" else "red",
+            )
             for run in self.failed
         ]
-        return Group(table, *failed)
+        return Group(table, *others)
 
     def _choices(self, run: RunFolder) -> str:
         return " ".join(f"{k}={value}" for k, value in run.choices.items() if k in self.keys)

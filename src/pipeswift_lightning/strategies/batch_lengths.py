@@ -17,6 +17,7 @@ from pipeswift_lightning.runtime.lengths import (
 )
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.padding import PaddingSeen
+from pipeswift_lightning.runtime.profiler import length_of
 from pipeswift_lightning.runtime.restoring import Trim
 from pipeswift_lightning.strategies.step import StepCall
 
@@ -165,13 +166,4 @@ def _layout(call: StepCall) -> Layout:
 
 def _equal_lengths(call: StepCall) -> SampleLengths:
     """Return the lengths of a batch's samples as if they were all as long as it is wide."""
-    width = _width(call.batch, call.num_samples)
-    return SampleLengths((width,) * call.num_samples, {})
-
-
-def _width(batch: Any, rows: int) -> int:
-    """Return the tokens of a sample of a batch that does not tell: its width, if it has ids."""
-    for _, tensor in tensors_by_path(batch):
-        if tensor.ndim > 1 and tensor.shape[0] == rows and "int" in str(tensor.dtype):
-            return max(1, int(tensor.shape[1]))
-    return 1
+    return SampleLengths((max(1, length_of(call.batch)),) * call.num_samples, {})

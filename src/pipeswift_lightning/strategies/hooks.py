@@ -23,7 +23,7 @@ from pipeswift_lightning.runtime.formed import form_batches
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.room import forget_peak
 from pipeswift_lightning.runtime.trace import StepTrace
-from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart
 from pipeswift_lightning.strategies.comparison import (
     NOTHING_FITS,
     Matches,
@@ -93,11 +93,8 @@ def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any
 class StepRunner:
     """Runs step hooks over a session, and gives every rank the same result."""
 
-    def __init__(
-        self, session: PipelineSession, options: PipelineOptions, assembly: AssemblyTimes
-    ) -> None:
+    def __init__(self, session: PipelineSession, options: PipelineOptions) -> None:
         self._session = session
-        self._assembly = assembly
         self._module: LightningModule = session.module
         self._options = options
         self._planner = session.planner
@@ -146,6 +143,8 @@ class StepRunner:
             return self._run_whole(hook, args, precision)
         self._ahead.finish()
         step, scope, counted = self._scope(hook, call, trace)
+        if hook is StepHook.TRAINING:
+            self._planner.note(step)
         if hook is StepHook.TRAINING and self._planner.active and not self._policy.whole:
             self._last = replace(call, micro_batches=())
             self._ahead.begin(self._module.trainer.fit_loop)
@@ -159,7 +158,7 @@ class StepRunner:
         """Look how the step hangs together; the first look cuts the module too."""
         if self._session.partition is not None:
             return self._session.look_at(call)
-        with self._assembly.timing(AssemblyPart.PLAN):
+        with self._session.assembly.timing(AssemblyPart.PLAN):
             trace = self._session.look_at(call)
         forget_peak(self._session.device)  # else a step would seem to take what profiling took
         return trace

@@ -31,6 +31,7 @@ from pipeswift_lightning.runtime.profiler import (
 )
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
+from pipeswift_lightning.strategies.assembly_times import AssemblyPart, AssemblyTimes
 from pipeswift_lightning.strategies.cost_source import read_costs
 from pipeswift_lightning.strategies.module_state import unchanged
 from pipeswift_lightning.strategies.network import PipelinedNetwork
@@ -53,6 +54,7 @@ class CostSource:
         network: Its network.
         groups: Of the mesh.
         laid_aside: While it is entered, layers are not intercepted.
+        assembly: Times the measuring, as a part of its own.
     """
 
     costs: str | None
@@ -60,6 +62,7 @@ class CostSource:
     network: PipelinedNetwork
     groups: MeshGroups
     laid_aside: Callable[[], AbstractContextManager[None]]
+    assembly: AssemblyTimes
 
     @property
     def measures(self) -> bool:
@@ -80,7 +83,8 @@ class CostSource:
         if not self.measures:
             return partial(read_costs, self.costs, trace.num_layers)
         transport = C10dTransport(self.groups, device)
-        link = shared_link(transport, self.groups.mesh.num_stages, self.groups.pipeline)
+        with self.assembly.timing(AssemblyPart.PROFILE):
+            link = shared_link(transport, self.groups.mesh.num_stages, self.groups.pipeline)
 
         return partial(self.measured, trace, call, device, link)
 
@@ -88,7 +92,7 @@ class CostSource:
         self, trace: StepTrace, call: StepCall, device: torch.device, link: Link | None
     ) -> CostModel:
         """Measure the costs in this process, or take them from the run's file."""
-        with self.laid_aside():
+        with self.assembly.timing(AssemblyPart.PROFILE), self.laid_aside():
             return measured_costs(self.module, self.network, trace, call, device, link)
 
 

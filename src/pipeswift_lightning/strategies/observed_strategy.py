@@ -1,5 +1,7 @@
 """A strategy whose steps can be looked at."""
 
+from typing import Any
+
 from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.timeline import Event, Timeline
 from pipeswift_lightning.strategies.sharded_strategy import ShardedStrategy
@@ -29,6 +31,13 @@ class ObservedStrategy(ShardedStrategy):
     def step_events(self) -> tuple[Event, ...]:
         """Return what this rank did in its last step, from the wait for its batch on."""
         return self.session.recorder.events()
+
+    def micro_batch_tokens(self, batch: Any) -> tuple[int, ...] | None:
+        """Return the tokens of each micro-batch of the last training step, which ran ``batch``.
+
+        Without padding where the step was planned with lengths. None if they are not known.
+        """
+        return self.session.planner.tokens(batch)
 
     def measured_bubbles(self) -> list[float] | None:
         """Return each stage's idle share of the last steps, by stage; collective."""

@@ -199,8 +199,9 @@ class PipeSwiftStrategy(MovableStrategy):
             self.root_device,
             self._watch.progress,
             self,
+            self._assembly,
         )
-        self._steps = StepRunner(self._session, options, self._assembly)
+        self._steps = StepRunner(self._session, self.options)
         if fitting:
             with one_optimizer():
                 self.setup_optimizers(trainer)

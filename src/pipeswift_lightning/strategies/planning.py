@@ -20,6 +20,8 @@ from pipeswift_lightning.plan.planner import Plan, make_plan
 from pipeswift_lightning.plan.search import Choice, choose_plan
 from pipeswift_lightning.plan.workload import Workload
 from pipeswift_lightning.runtime.formed import form_batches
+from pipeswift_lightning.runtime.packed import PackedBatch
+from pipeswift_lightning.runtime.profiler import length_of
 from pipeswift_lightning.strategies.batch_lengths import BatchLengths, Known
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.step import StepCall
@@ -67,6 +69,7 @@ class StepPlanner:
         self._cut = ""
         self.choice: Candidate | None = None
         self._mean: Shape | None = None
+        self._ran: tuple[Sequence[Sequence[int]], tuple[int, ...] | None] = ((), None)
 
     @property
     def active(self) -> bool:
@@ -153,10 +156,32 @@ class StepPlanner:
             micro_batches=parts,
             sizes=choice.formation.sizes,
             samples=samples,
+            lengths=known.lengths.lengths,
             trimmed=trimmed,
             trim=known.trim(call.batch, samples) if trimmed else None,
             choice=choice,
         )
+
+    def note(self, call: StepCall) -> None:
+        """Remember of which samples a training step's micro-batches were; not the samples."""
+        self._ran = call.samples or MicroBatches(call.sizes).ranges, call.lengths
+
+    def tokens(self, batch: Any) -> tuple[int, ...] | None:
+        """Return the tokens of each micro-batch of the last training step.
+
+        Without padding if it was planned with lengths, else with it. None if its samples are no
+        sequences, or none has run.
+
+        Args:
+            batch: The step's.
+        """
+        samples, lengths = self._ran
+        if lengths is None:
+            packed = isinstance(batch, PackedBatch)
+            lengths = batch.lengths if packed else (length_of(batch),) * sum(map(len, samples))
+        if max(lengths, default=1) == 1:
+            return None
+        return tuple(sum(lengths[i] for i in part) for part in samples)
 
     def plan_ahead(self, call: StepCall) -> None:
         """Choose for a training batch that is to come, so that its step finds its plan made.

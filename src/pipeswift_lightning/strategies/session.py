@@ -26,6 +26,7 @@ from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
+from pipeswift_lightning.strategies.assembly_times import AssemblyTimes
 from pipeswift_lightning.strategies.comparison import StepResult
 from pipeswift_lightning.strategies.contract import pipelined
 from pipeswift_lightning.strategies.division import divided_names
@@ -66,9 +67,10 @@ class PipelineSession:
         device: This rank's device.
         progress: Read by the watchdog.
         optimizers: Told when parameters have left this rank, or come back.
+        assembly: Times what comes before the first step.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- each is a part of the strategy
         self,
         module: LightningModule,
         network: PipelinedNetwork,
@@ -77,12 +79,10 @@ class PipelineSession:
         device: torch.device,
         progress: Progress,
         optimizers: StageOptimizers,
+        assembly: AssemblyTimes,
     ) -> None:
-        self.module = module
-        self.network = network
-        self.groups = groups
-        self.options = options
-        self.device = device
+        self.module, self.network, self.groups = module, network, groups
+        self.options, self.device = options, device
         self.partition: Partition | None = None
         self.transparent: TransparentNetworks | None = None
         self._cut_share: LocalShare | None = None
@@ -90,7 +90,7 @@ class PipelineSession:
         self.plan: Plan | None = None
         self.progress = progress
         self.recorded: RecordedPlan | None = None
-        self._optimizers = optimizers
+        self._optimizers, self.assembly = optimizers, assembly
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
         self.cut = LayerCut(
@@ -101,11 +101,10 @@ class PipelineSession:
             returned=returned,
         )
         self._wrappers = LayerWrappers(network, options)
-        self._running = False
-        self._changes = ExitStack()
+        self._running, self._changes = False, ExitStack()
         self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
         self.planner = StepPlanner(module, options, self.num_stages)
-        self._costs = CostSource(options.costs, module, network, groups, self._laid_aside)
+        self._costs = CostSource(options.costs, module, network, groups, self._laid_aside, assembly)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -317,17 +316,17 @@ class PipelineSession:
             self._optimizers.keep_local()
 
     def _assemble(self, trace: StepTrace, call: StepCall) -> None:
+        module, network, self._order = self.module, self.network, trace.order
         fixed = fixed_partition(self.options, self.recorded, trace.num_layers, self.num_stages)
         if self.options.costs is not None:
             with in_collective("planning on the first rank", self.progress):
                 costs = self._costs.reader(trace, call, self.device)
                 fixed = start_planning(self.planner, costs, call, trace.num_layers, fixed)
-        partition = choose_partition(self.module, self.network, trace, fixed, self.num_stages)
-        network, self._order = self.network, trace.order
-        owners = find_owners(self.module, network.module, network.layers, trace, partition)
+        partition = choose_partition(module, network, trace, fixed, self.num_stages)
+        owners = find_owners(module, network.module, network.layers, trace, partition)
         self.repartition(partition, owners)
-        table, divided = ParameterTable.of(self.module), divided_names(self.module)
-        self._cut_share = share = LocalShare(self.module, owners, table, self.stage, divided)
+        table, divided = ParameterTable.of(module), divided_names(module)
+        self._cut_share = share = LocalShare(module, owners, table, self.stage, divided)
         share.give_up_foreign()
         share.move_to(self.device)
         self._optimizers.keep_local()

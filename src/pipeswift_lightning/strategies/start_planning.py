@@ -9,6 +9,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.strategies.cost_source import from_rank_zero
+from pipeswift_lightning.strategies.logged_facts import log_facts
 from pipeswift_lightning.strategies.planning import StepPlanner
 from pipeswift_lightning.strategies.step import StepCall
 
@@ -99,5 +100,4 @@ def _write_down(module: LightningModule, partition: Partition, number: int) -> N
         "pipeswift/partition": [len(layers) for layers in partition.ranges],
         "pipeswift/micro_batches": number,
     }
-    for logger in module.trainer.loggers:
-        logger.log_hyperparams(chosen)
+    log_facts(module.trainer.loggers, chosen)

@@ -50,6 +50,7 @@ class StepCall:
         probing: Whether the step only looks, and is not differentiated.
         source: What the micro-batches are made of: the batch, or a packed one.
         samples: Sample ids of each micro-batch; ``None``: consecutive runs.
+        lengths: Tokens of each sample, as it was planned with; ``None``: it was not planned.
         trimmed: Whether micro-batches may lack padding that the batch has.
         trim: How much of it, where that is one number a micro-batch.
         choice: The plan that the costs have chosen; ``None``: the options' own.
@@ -69,6 +70,7 @@ class StepCall:
     probing: bool = False
     source: Any = None
     samples: tuple[tuple[int, ...], ...] | None = None
+    lengths: tuple[int, ...] | None = None
     trimmed: bool = False
     trim: Trim | None = None
     choice: Candidate | None = None
@@ -95,6 +97,7 @@ class StepCall:
             sizes=(self.num_samples,),
             weighting=Weighting(),
             samples=None,
+            lengths=None,
             trimmed=False,
             trim=None,
             choice=None,

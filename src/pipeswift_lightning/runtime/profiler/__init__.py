@@ -4,7 +4,7 @@
 measures only if no file has it, and gives all ranks the same numbers. `flops_model` counts instead.
 """
 
-from pipeswift_lightning.runtime.profiler.examples import example_micro_batches, shape_of
+from pipeswift_lightning.runtime.profiler.examples import example_micro_batches, length_of, shape_of
 from pipeswift_lightning.runtime.profiler.flops import flops_model
 from pipeswift_lightning.runtime.profiler.link import measure_link
 from pipeswift_lightning.runtime.profiler.measure import ProfileOptions, Subject
@@ -27,6 +27,7 @@ __all__ = [
     "called",
     "example_micro_batches",
     "flops_model",
+    "length_of",
     "measure_link",
     "obtain_profile",
     "optimizer_factor",
