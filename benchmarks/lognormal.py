@@ -209,7 +209,7 @@ def _sides(case: Case, workload: Workload, data: Data, groups: MeshGroups, race:
         lambda: choose_plan(workload, num_micro_batches=MICRO_BATCHES, schedules=["1f1b"]).chosen
     )
     start_s = time.process_time()
-    choose_plan(workload, num_micro_batches=MICRO_BATCHES, evaluations=200)
+    choose_plan(workload, num_micro_batches=MICRO_BATCHES, evaluations=50)
     race.plan_s.append(time.process_time() - start_s)
     layers = partition.ranges[groups.coordinate.stage]
     lengths = workload.lengths

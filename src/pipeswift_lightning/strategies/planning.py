@@ -30,7 +30,8 @@ from pipeswift_lightning.strategies.trimming import Trimming
 __all__ = ["StepPlanner", "plan_of"]
 
 _KEPT = 256  # plans, by the lengths that they are for
-_EVALUATIONS = 200  # of each search for one batch: some 10 ms in all
+_EVALUATIONS = 50  # of each search for one batch: some 10 ms in all
+_FIRST_EVALUATIONS = 400  # of each search for the first, over all numbers of micro-batches
 _SCHEDULES = ("1f1b", "gpipe")
 
 
@@ -92,7 +93,12 @@ class StepPlanner:
         known = self._batches.ahead(call, trims=self.trimming.applies(call.hook))
         workload = self._workload(model, call, known, partition)
         wanted = self._wanted(call)
-        return choose_plan(workload, num_micro_batches=wanted, schedules=self._schedules)
+        return choose_plan(
+            workload,
+            num_micro_batches=wanted,
+            schedules=self._schedules,
+            evaluations=_FIRST_EVALUATIONS,
+        )
 
     def begin(
         self,
