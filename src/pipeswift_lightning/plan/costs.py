@@ -212,7 +212,7 @@ def _table(name: str, table: Sequence[Sequence[float]], num_rows: int, num_colum
         )
         raise CostError(message)
     for s, row in enumerate(rows):
-        if 0 <= min(row) and sum(row) < math.inf:  # a nan makes the sum one, which is not less
+        if min(row) >= 0 and sum(row) < math.inf:  # a nan makes the sum one, which is not less
             continue
         for i, value in enumerate(row):
             _check(f"{name}[{s}][{i}]", value)
