@@ -19,8 +19,8 @@ import hydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from pipeswift_lightning.drawing.choice_panels import choice_panels
 from pipeswift_lightning.drawing.page import page
-from pipeswift_lightning.drawing.panel import Panel
 from pipeswift_lightning.drawing.png import png
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.report import choice_timelines, describe_choice, draw_together
@@ -47,7 +47,7 @@ def main(cfg: DictConfig) -> float:
     print(f"\n{draw_together(timelines, width=settings['width'])}")
     folder = Path(settings["paths"]["output_dir"])
     (folder / "plan.json").write_text(json.dumps(choice.chosen.summary(), indent=2) + "\n")
-    panels = [Panel(name, timeline) for name, timeline in timelines.items()]
+    panels = choice_panels(choice, workload)
     (folder / "plan.html").write_text(page(panels, title="predicted step"))
     if find_spec("matplotlib") is not None:
         (folder / "plan.png").write_bytes(png(panels))

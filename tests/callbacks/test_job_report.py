@@ -77,6 +77,7 @@ def fit(
 
 def test_parts_sum_to_the_job_completion_time(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(job_times, "_ended_s", [])  # no job has ended in this process
     age_before_s = process_age_s()
     fit(JobReport(), tmp_path)
     report = json.loads((tmp_path / "job.json").read_text())

@@ -18,7 +18,8 @@ PARTS = [
     if path.parent.name not in WHOLE and path not in NESTED
 ]
 SET_UPS = [f"{path.parent.name}={path.stem}" for path in FILES if path.parent.name in WHOLE]
-ROOTS = {"hydra", "paths", "extras"}  # plain values: nothing to build
+PLAIN = {"hydra", "paths", "extras"}  # plain values: nothing to build
+RECIPES = sorted(CONF.glob("*.yaml"))
 
 
 def composed(folder: Path, *overrides: str) -> DictConfig:
@@ -44,7 +45,7 @@ def test_every_option_builds(option, tmp_path) -> None:
     group, name = option.split("=")
     needs = {"text": [f"data.path={tmp_path}"], "gpu": ["trainer.accelerator=cpu"]}.get(name, [])
     cfg = composed(tmp_path, option, *needs)
-    if group in ROOTS:
+    if group in PLAIN:
         return
     if group == "trainer":
         instantiate(cfg.trainer, logger=False)
@@ -58,9 +59,24 @@ def test_every_option_builds(option, tmp_path) -> None:
 def test_every_experiment_and_debug_option_composes(option, tmp_path) -> None:
     cfg = composed(tmp_path, option)
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    instantiate(cfg.model)
-    instantiate(cfg.data)
+    for group in ("model", "data", "strategy", "callbacks", "logger"):
+        instantiate(cfg[group])
     instantiate(cfg.trainer, logger=False)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_has_a_configuration_that_composes(path) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose(path.stem)
+    assert cfg
+    assert (CONF.parent / "recipes" / f"{path.stem}.py").is_file()
+
+
+def test_no_file_is_left_out() -> None:
+    """What the tests of this file do not reach has never been composed."""
+    reached = {*RECIPES, *NESTED}
+    reached |= {CONF / f"{option.replace('=', '/')}.yaml" for option in (*PARTS, *SET_UPS)}
+    assert reached == set(CONF.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", NESTED, ids=lambda path: f"{path.parent.name}={path.stem}")

@@ -34,7 +34,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 def commands() -> list[str]:
     lines = [
-        (line.removeprefix("$ ").partition("    #")[0].strip())
+        line.removeprefix("$ ").strip()
         for _, body in blocks("console")
         for line in body.splitlines()
         if line.startswith("$ ")
@@ -45,7 +45,13 @@ def commands() -> list[str]:
         for path in PAGES
         for match in re.findall(r"`((?:make|python) [^`]+)`", path.read_text())
     ]
-    return sorted(set(lines))
+    # And what recipes and benchmarks say of themselves.
+    lines += [
+        match
+        for path in [*ROOT.glob("recipes/*.py"), *ROOT.glob("benchmarks/*.py")]
+        for match in re.findall(r"^    (python .+)", path.read_text(), re.MULTILINE)
+    ]
+    return sorted({shlex.join(shlex.split(line, comments=True)) for line in lines})
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +98,10 @@ def test_a_browser_shows_and_searches_it_without_a_network(site, tmp_path) -> No
 
 
 def composes(recipe: str, arguments: list[str]) -> None:
-    """Compose what a recipe is told, each member of a sweep."""
-    overrides = [a for a in arguments if "=" in a and not a.startswith("-")]
+    """Compose what a recipe is told, each member of a sweep; ``...`` stands for anything."""
+    overrides = [
+        a for a in arguments if "=" in a and not a.startswith("-") and not re.search(r"\.\.\.|<", a)
+    ]
     given = OverridesParser.create().parse_overrides(overrides)
     sweeping = any(a in ("-m", "--multirun") for a in arguments)
     members: list[list[str]] = [[]]
@@ -111,11 +119,6 @@ def composes(recipe: str, arguments: list[str]) -> None:
             compose(recipe, member, return_hydra_config=True)
 
 
-def is_placeholder(words: list[str]) -> bool:
-    values = [word.partition("=")[2] for word in words]
-    return any("..." in value or re.search(r"\b[A-Z]{2,}\b", value) for value in values)
-
-
 def check(command: str) -> None:
     words = shlex.split(command)
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -124,14 +127,17 @@ def check(command: str) -> None:
             assert target in targets, command
             arguments = [w.removeprefix("ARGS=") for w in rest if w.startswith("ARGS=")]
             if target == "train" and arguments:
-                inner = shlex.split(arguments[0])
-                if not is_placeholder(inner):
-                    composes("train", inner)
-        case ["python", "-m", module, *_]:
-            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), command
+                composes("train", shlex.split(arguments[0]))
+        case ["python", "-m", module, *rest]:
+            file = Path(f"{module.replace('.', '/')}.py")
+            found = [root / file for root in (ROOT, ROOT / "src") if (root / file).is_file()]
+            assert found, command
+            source = found[0].read_text()
+            unknown = [word for word in rest if word.startswith("--") and f'"{word}"' not in source]
+            assert not unknown, command
         case ["python", script, *rest]:
             assert (ROOT / script).is_file(), command
-            if script.startswith("recipes/") and not is_placeholder(rest):
+            if script.startswith("recipes/"):
                 composes(Path(script).stem, rest)
         case ["pip", "install", *what]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -151,11 +157,13 @@ def test_commands_are_what_this_project_has(command) -> None:
         "python recipes/train.py trainer.max_step=1",
         "python recipes/train.py -m experiment=gpt_tiny,gpt_huge",
         "python -m benchmarks.nothing",
+        "python -m benchmarks.cut --nothing",
+        "python recipes/compare.py folder=FOLDER nothing=1",
         "pip install '.[nothing]'",
     ],
 )
 def test_the_check_finds_mistakes(command) -> None:
-    with pytest.raises(Exception, match=r"nothing|make trian|max_step|gpt_huge"):
+    with pytest.raises(Exception, match=r"nothing|make trian|max_step|gpt_huge|folder"):
         check(command)
 
 
@@ -165,8 +173,12 @@ def test_code_is_code_and_imports_what_there_is(page, code) -> None:
         tree = ast.parse(code)
     except IndentationError:  # a method by itself
         tree = ast.parse(f"class Any:\n{code}")
+    compile(tree, page, "exec")
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pipeswift"):
-            module = import_module(node.module)
+        if isinstance(node, ast.ImportFrom):
+            module = import_module(node.module or "")
             for name in node.names:
                 assert hasattr(module, name.name), f"{page}: {name.name}"
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                import_module(name.name)

@@ -47,9 +47,9 @@ def test_measuring_is_timed_apart_from_planning(monkeypatch: pytest.MonkeyPatch)
     groups: Any = SimpleNamespace(mesh=SimpleNamespace(num_stages=2), pipeline=None)
     unused: Any = SimpleNamespace(num_layers=1)
     times = AssemblyTimes()
-    source = CostSource(unused, unused, groups, nullcontext, times)
+    source = CostSource("measure", unused, unused, groups, nullcontext, times)
     with times.timing(AssemblyPart.PLAN):
-        source.reader("measure", unused, unused, unused)()
+        source.reader(unused, unused, unused)()
     assert times.seconds["plan"] < 0.05 < 0.1 <= times.seconds["profile"]
 
 

@@ -92,12 +92,14 @@ class StepPredictor:
     slope. Members that differ in more than the pipeline (model, data, kind of devices, layers
     compiled or recomputed) are not compared: nothing is predicted until one of the same kind has
     run, and the best step is that of its kind. Learning rates, seeds and the like do not matter.
+    One stage is predicted from members of one stage alone: what several have measured holds the
+    cost of the cuts too.
 
     Needs the callback `MeasuredStep` in the members' configuration, which writes what is read here.
     """
 
     def __init__(self) -> None:
-        self._learned: list[tuple[str, int, float, float]] = []
+        self._learned: list[tuple[str, PipelineShape, int, float, float]] = []
         self._best_s: dict[str, float] = {}
 
     def learn(self, cfg: DictConfig, folder: Path) -> None:
@@ -108,7 +110,8 @@ class StepPredictor:
         forward_s = sum(map(sum, measured.costs.forward_s))
         backward_s = sum(map(sum, measured.costs.backward_s))
         kind = _kind(cfg)
-        self._learned.append((kind, measured.costs.num_micro_batches, forward_s, backward_s))
+        number = measured.costs.num_micro_batches
+        self._learned.append((kind, shape, number, forward_s, backward_s))
         self._best_s[kind] = min(measured.step_s, self._best_s.get(kind, measured.step_s))
 
     def best_measured_s(self, cfg: DictConfig) -> float | None:
@@ -119,8 +122,14 @@ class StepPredictor:
         """Return the seconds of a step; None if nothing is known about such a job."""
         shape = PipelineShape.of(cfg)
         kind = _kind(cfg)
-        known = [(m, f, b) for other, m, f, b in self._learned if other == kind]
-        if shape is None or not known:
+        if shape is None:
+            return None
+        known = [
+            (m, f, b)
+            for other, by, m, f, b in self._learned
+            if other == kind and (shape.num_stages > 1 or by.num_stages == 1)
+        ]
+        if not known:
             return None
         numbers = [m for m, _, _ in known]
         m = shape.num_micro_batches
