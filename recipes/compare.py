@@ -15,12 +15,15 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
+from pipeswift_lightning.jobs.application import application
+from pipeswift_lightning.jobs.refusal import refusing
 from pipeswift_lightning.runs.run_folder import find_runs
 from pipeswift_lightning.runs.sweep import SweepTable
 from pipeswift_lightning.runs.sweep_picture import sweep_png
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="compare")
+@refusing("compare")
 def main(cfg: DictConfig) -> None:
     """Print the table, and draw it."""
     table = SweepTable.of(find_runs([Path(cfg.sweep)]))
@@ -32,4 +35,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with application("compare"):
+        main()

@@ -15,12 +15,15 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from pipeswift_lightning.jobs.application import application
+from pipeswift_lightning.jobs.refusal import refusing
 from pipeswift_lightning.runs.dashboard import dashboard
 from pipeswift_lightning.runs.run_folder import find_runs
 from pipeswift_lightning.runs.workspace import build_workspace, describe_workspace
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="dashboard")
+@refusing("dashboard")
 def main(cfg: DictConfig) -> None:
     """Write the page, or build the workspace."""
     if cfg.entity is not None:
@@ -37,4 +40,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with application("dashboard"):
+        main()

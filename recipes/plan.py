@@ -22,12 +22,15 @@ from omegaconf import DictConfig
 from pipeswift_lightning.drawing.choice_panels import choice_panels
 from pipeswift_lightning.drawing.page import page
 from pipeswift_lightning.drawing.png import png
+from pipeswift_lightning.jobs.application import application
+from pipeswift_lightning.jobs.refusal import refusing
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.report import choice_timelines, describe_choice, draw_together
 from pipeswift_lightning.plan.search import choose_plan
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="plan")
+@refusing("plan")
 def main(cfg: DictConfig) -> float:
     """Plan, and return the predicted seconds a step, which a sweep compares."""
     settings = instantiate(cfg, _convert_="all")
@@ -55,4 +58,5 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with application("plan"):
+        main()

@@ -25,10 +25,18 @@ from omegaconf import DictConfig
 def main(cfg: DictConfig) -> float:
     """Measure, and return the relative error, which a sweep compares."""
     # Here, since whatever the other recipes load may ask for this file by mistake; see below.
+    from pipeswift_lightning.jobs.refusal import refusing
+
+    return refusing("profile")(measure)(cfg)
+
+
+def measure(cfg: DictConfig) -> float:
+    """Measure a module, write its profile and print it."""
     from hydra.utils import instantiate
     from lightning.pytorch import seed_everything
     from rich.console import Console
 
+    from pipeswift_lightning.drawing.profile_bar import profile_bar
     from pipeswift_lightning.drawing.profile_png import profile_png
     from pipeswift_lightning.drawing.profile_table import profile_tables
     from pipeswift_lightning.runtime.profiler import write_profile
@@ -37,7 +45,9 @@ def main(cfg: DictConfig) -> float:
     seed_everything(cfg.seed, workers=True)
     module, data = instantiate(cfg.model), instantiate(cfg.data)
     trainer = instantiate(cfg.trainer, devices=1, num_nodes=1, logger=False)
-    profile = profile_module(module, data, trainer, **instantiate(cfg.profile, _convert_="all"))
+    with profile_bar() as tell:
+        wanted = instantiate(cfg.profile, _convert_="all")
+        profile = profile_module(module, data, trainer, tell=tell, **wanted)
     folder = Path(cfg.paths.output_dir)
     write_profile(profile, folder / "profile.json")
     Console().print(profile_tables(profile))
@@ -48,7 +58,10 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    from pipeswift_lightning.jobs.application import application
+
+    with application("profile"):
+        main()
 else:  # A script's folder is first on Python's path: cProfile gets the real `profile` from here.
     spec = spec_from_file_location(__name__, Path(sysconfig.get_path("stdlib"), "profile.py"))
     if spec is not None and spec.loader is not None:

@@ -14,10 +14,13 @@ import hydra
 from hydra.utils import to_absolute_path
 from omegaconf import DictConfig
 
+from pipeswift_lightning.jobs.application import application
+from pipeswift_lightning.jobs.refusal import refusing
 from pipeswift_lightning.strategies.consolidate import consolidate
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="reshard")
+@refusing("reshard")
 def main(cfg: DictConfig) -> None:
     """Write the file, and say what it was made of."""
     target = to_absolute_path(cfg.target)
@@ -25,4 +28,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with application("reshard"):
+        main()

@@ -21,6 +21,8 @@ from omegaconf import DictConfig
 from pipeswift_lightning.drawing.page import page
 from pipeswift_lightning.drawing.panel import Panel
 from pipeswift_lightning.drawing.png import png
+from pipeswift_lightning.jobs.application import application
+from pipeswift_lightning.jobs.refusal import refusing
 from pipeswift_lightning.plan.report import (
     draw_together,
     equal_costs,
@@ -30,6 +32,7 @@ from pipeswift_lightning.plan.report import (
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="simulate")
+@refusing("simulate")
 def main(cfg: DictConfig) -> float:
     """Draw, and return the shortest predicted makespan, which a sweep compares."""
     settings = instantiate(cfg, _convert_="all")
@@ -55,4 +58,5 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with application("simulate"):
+        main()

@@ -44,7 +44,7 @@ def test_a_mistake_is_one_line_with_its_remedy(mistake, monkeypatch, tmp_path, c
     with pytest.raises(SystemExit) as ended:
         started(monkeypatch, tmp_path, mistake)
     said = capsys.readouterr().err
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert said.startswith("error: ")
     assert said.count("\n") == 1
     assert MISTAKES[mistake] in said

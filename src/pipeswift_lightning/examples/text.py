@@ -132,6 +132,10 @@ def collate(samples: Sequence[bytes]) -> dict[str, Tensor]:
     return {"tokens": tokens, "targets": text[:, 1:], "mask": mask, "lengths": lengths}
 
 
+class TextError(FileNotFoundError, ValueError):
+    """There is no text, or too little of it."""
+
+
 class TextDataModule(LightningDataModule):
     """Samples of text, cut at ``max_len`` tokens: most are short and a few are long.
 
@@ -163,7 +167,10 @@ class TextDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         if val_every < 2:
-            message = f"val_every must be at least 2, got {val_every}"
+            message = (
+                f"val_every={val_every} leaves nothing to train on. Rule: 2 or more. Remedy: "
+                "val_every=10, say"
+            )
             raise ValueError(message)
         self.path = path
         self.batch_size = batch_size
@@ -186,14 +193,20 @@ class TextDataModule(LightningDataModule):
     def _read(self) -> list[bytes]:
         root = Path(self.path or sysconfig.get_paths()["stdlib"])
         if not root.exists():
-            message = f"no text to train on: {root} does not exist"
-            raise FileNotFoundError(message)
+            message = (
+                f"no text to train on: {root} does not exist. Rule: path is a file or folder of "
+                "text that is there. Remedy: correct it, or leave it out for Python's own"
+            )
+            raise TextError(message)
         max_bytes = self.max_len + 1  # tokens and targets are each one byte shorter
         found: Iterable[bytes] = (_any_text if self.path else _standard_library)(root, max_bytes)
         samples = list(islice((s for s in found if len(s) >= 2), self.max_samples))
         if len(samples) < 2:
-            message = f"need at least 2 samples of text, found {len(samples)} in {root}"
-            raise ValueError(message)
+            message = (
+                f"{root} has {len(samples)} samples of text. Rule: 2 or more, one of them to "
+                "validate with. Remedy: a longer text"
+            )
+            raise TextError(message)
         return samples
 
     @override

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins.pipeswift_lightning_searchpath import conf_folder
+from pipeswift_lightning.jobs.refusal import Refusal
 from pipeswift_lightning.strategies.hydra_job import SWEEP_PID_VARIABLE, recorded_application
 
 __all__ = ["application", "explain"]
@@ -35,8 +36,9 @@ def application(config_name: str = "train") -> Iterator[None]:
     """Run a function of ``hydra.main`` in this block.
 
     A wrong key or option on the command line ends the program with one line that names the likely
-    right one. Errors of the job itself keep their whole traceback. And the jobs of joblib's and
-    submitit's launchers learn which script starts the ranks.
+    right one, and exit code 2. So does a `Refusal`. All other errors of the job keep their whole
+    traceback, and with ``HYDRA_FULL_ERROR=1`` these too. And the jobs of joblib's and submitit's
+    launchers learn which script starts the ranks.
 
     Args:
         config_name: The application's primary configuration, from which right keys are known.
@@ -53,16 +55,24 @@ def application(config_name: str = "train") -> Iterator[None]:
             yield
     except InstantiationException:
         raise  # a constructor's own error, most often: where it was raised has to be seen
+    except Refusal as refusal:
+        if before == "1":
+            raise refusal.error from None
+        _end(refusal.line)
     except CompactHydraException as error:
         if before == "1":
             raise
-        sys.stderr.write(f"error: {explain(error, sys.argv[1:], config_name)}\n")
-        sys.exit(1)
+        _end(explain(error, sys.argv[1:], config_name))
     finally:
         if before is None:
             os.environ.pop(_FULL, None)
         else:
             os.environ[_FULL] = before
+
+
+def _end(line: str) -> NoReturn:
+    sys.stderr.write(f"error: {line}\n")
+    sys.exit(2)
 
 
 def _follow_the_sweep() -> None:

@@ -89,14 +89,17 @@ class StageProblem:
         n, stages = len(self.costs_s), self.num_stages
         if not 1 <= stages <= n:
             message = (
-                f"cannot split {n} layers into {stages} stages, each needs a layer: "
-                f"use between 1 and {n} devices, or a model of more layers"
+                f"cannot split {n} layers into {stages} stages. Rule: each has a layer. Remedy: "
+                f"use between 1 and {n} stages, or a model of more layers"
             )
             raise PartitionError(message)
         for name, length in (("costs_s", n), ("slowdown", stages), ("cut_s", n)):
             self._check(name, getattr(self, name), length)
         if self.slowdown is not None and min(self.slowdown) == 0:
-            message = f"slowdown={list(self.slowdown)} must be above 0: 1 is the fastest device"
+            message = (
+                f"slowdown={list(self.slowdown)} is not allowed. Rule: above 0 each. Remedy: 1 for "
+                "the fastest device"
+            )
             raise PartitionError(message)
         if self.memory is not None:
             for name in ("static_bytes", "activation_bytes", "recomputed_bytes"):
@@ -377,6 +380,7 @@ def _check_values(name: str, values: Sequence[float]) -> None:
     for index, value in enumerate(values):
         if not 0 <= value < math.inf:
             message = (
-                f"{name}[{index}]={value} must be finite and 0 or more: measure the layer again"
+                f"{name}[{index}]={value} is no cost. Rule: finite, and 0 or more. Remedy: measure "
+                "the layer again"
             )
             raise PartitionError(message)

@@ -17,7 +17,9 @@ class CostError(ValueError):
 
 def _check(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
-        message = f"{name}={value} must be finite and 0 or more: measure it again"
+        message = (
+            f"{name}={value} is no cost. Rule: finite, and 0 or more. Remedy: measure it again"
+        )
         raise CostError(message)
 
 
@@ -78,8 +80,8 @@ class Link:
         _check("latency_s", self.latency_s)
         if not self.bandwidth_bytes_per_s > 0:
             message = (
-                f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s} must be above 0: leave it out "
-                "for a link whose speed does not matter"
+                f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s} is not allowed. Rule: above "
+                "0. Remedy: leave it out for a link whose speed does not matter"
             )
             raise CostError(message)
 
@@ -144,7 +146,10 @@ class StepCosts:
         stages = len(self.forward_s)
         micro_batches = len(self.forward_s[0]) if stages else 0
         if micro_batches == 0:
-            message = "forward_s is empty: give one row a stage and one number a micro-batch"
+            message = (
+                "forward_s is empty. Rule: one row a stage, and in it one number a micro-batch. "
+                "Remedy: give them"
+            )
             raise CostError(message)
         for name, num_rows in (
             ("forward_s", stages),
@@ -207,8 +212,9 @@ def _table(name: str, table: Sequence[Sequence[float]], num_rows: int, num_colum
     rows = tuple(tuple(map(float, row)) for row in table)
     if [len(row) for row in rows] != [num_columns] * num_rows:
         message = (
-            f"{name} has rows of {[len(row) for row in rows]} entries, but forward_s asks for "
-            f"{num_rows} rows of {num_columns}: one number for each micro-batch"
+            f"{name} has rows of {[len(row) for row in rows]} entries, but forward_s has "
+            f"{num_rows} rows of {num_columns}. Rule: one number for each stage and micro-batch. "
+            "Remedy: give all of them"
         )
         raise CostError(message)
     for s, row in enumerate(rows):

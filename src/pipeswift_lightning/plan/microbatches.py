@@ -73,7 +73,9 @@ def choose_num_micro_batches(batch_size: int, num_stages: int) -> int:
     """
     for name, value in (("batch_size", batch_size), ("num_stages", num_stages)):
         if value < 1:
-            message = f"{name}={value} must be 1 or more: there is nothing to run"
+            message = (
+                f"{name}={value} leaves nothing to run. Rule: 1 or more. Remedy: {name}=1, say"
+            )
             raise MicroBatchError(message)
     return 1 if num_stages == 1 else min(batch_size, 4 * num_stages)
 
@@ -94,8 +96,8 @@ def split_batch_size(batch_size: int, num_micro_batches: int) -> tuple[int, ...]
     """
     if not 1 <= num_micro_batches <= batch_size:
         message = (
-            f"cannot split {batch_size} samples into {num_micro_batches} micro-batches, each needs "
-            f"a sample: use between 1 and {batch_size} micro-batches, or a larger batch"
+            f"cannot split {batch_size} samples into {num_micro_batches} micro-batches. Rule: each "
+            f"has a sample. Remedy: between 1 and {batch_size} micro-batches, or a larger batch"
         )
         raise MicroBatchError(message)
     size, larger = divmod(batch_size, num_micro_batches)
@@ -123,7 +125,7 @@ def sizes_for(batch_size: int, sizes: Sequence[int]) -> tuple[int, ...]:
     if not 1 <= batch_size <= sum(sizes):
         message = (
             f"micro-batches of {list(sizes)} samples hold 1 to {sum(sizes)} samples, but the batch "
-            f"has {batch_size}: let the sizes add up to the batch size"
+            f"has {batch_size}. Rule: they hold the batch. Remedy: let them add up to its size"
         )
         raise MicroBatchError(message)
     before = accumulate(sizes, initial=0)
@@ -136,5 +138,8 @@ def sizes_for(batch_size: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _check_sizes(sizes: Sequence[int]) -> None:
     if not sizes or min(sizes) < 1:
-        message = f"sizes={list(sizes)} must hold 1 sample or more each: leave empty ones out"
+        message = (
+            f"sizes={list(sizes)} are no micro-batches. Rule: 1 sample or more each. Remedy: leave "
+            "empty ones out"
+        )
         raise MicroBatchError(message)

@@ -42,9 +42,9 @@ class Partition:
         bounds = (*self.starts, self.num_layers)
         if not self.starts or self.starts[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
             message = (
-                f"starts={list(self.starts)} do not split {self.num_layers} layers: they must "
+                f"starts={list(self.starts)} do not split {self.num_layers} layers. Rule: they "
                 f"begin with 0, increase, and stay below {self.num_layers}, so that every stage "
-                "has a layer"
+                "has a layer. Remedy: give the first layer of each stage"
             )
             raise PartitionError(message)
 
@@ -65,7 +65,10 @@ class Partition:
             PartitionError: There is no such layer.
         """
         if not 0 <= layer < self.num_layers:
-            message = f"layer {layer} is none of 0..{self.num_layers - 1}: count layers from 0"
+            message = (
+                f"layer {layer} is not there. Rule: one of 0..{self.num_layers - 1}. Remedy: count "
+                "layers from 0"
+            )
             raise PartitionError(message)
         return bisect_right(self.starts, layer) - 1
 
@@ -144,7 +147,7 @@ def explicit_partition(
     if (layers_per_stage is None) == (starts is None):
         message = (
             f"layers_per_stage={layers_per_stage} and starts={starts} say the same thing in two "
-            "ways: give one of them"
+            "ways. Rule: one of them. Remedy: leave the other out"
         )
         raise PartitionError(message)
     if starts is not None:
@@ -153,8 +156,8 @@ def explicit_partition(
     _check_counts(num_layers, len(counts))
     if sum(counts) != num_layers or min(counts) < 1:
         message = (
-            f"partition={list(counts)} (layers of each stage) must be 1 or more each and add up "
-            f"to the model's {num_layers} layers, not {sum(counts)}: correct the counts"
+            f"partition={list(counts)} (layers of each stage) adds up to {sum(counts)}. Rule: 1 or "
+            f"more each, and together the model's {num_layers} layers. Remedy: correct the counts"
         )
         raise PartitionError(message)
     return Partition(tuple(accumulate(counts[:-1], initial=0)), num_layers)
@@ -163,7 +166,7 @@ def explicit_partition(
 def _check_counts(num_layers: int, num_stages: int) -> None:
     if not 1 <= num_stages <= num_layers:
         message = (
-            f"cannot split {num_layers} layers into {num_stages} stages, each needs a layer: "
-            f"use between 1 and {num_layers} devices, or a model of more layers"
+            f"cannot split {num_layers} layers into {num_stages} stages. Rule: each has a layer. "
+            f"Remedy: use between 1 and {num_layers} stages, or a model of more layers"
         )
         raise PartitionError(message)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.plan.cost_model import CostModel, Shape
-from pipeswift_lightning.plan.costs import Link, StepCosts
+from pipeswift_lightning.plan.costs import CostError, Link, StepCosts
 from pipeswift_lightning.plan.evaluator import evaluator_for
 from pipeswift_lightning.plan.orders import find_order
 from pipeswift_lightning.plan.partition import solve_partition
@@ -183,8 +183,18 @@ def read_step_costs(
         >>> costs == model.step_costs(Partition((0, 1), 2), [Shape.padded([2, 2, 2])])
         True
     """
-    if "forward_s" in (data := json.loads(text)):
-        return StepCosts(**data)
+    try:
+        data = json.loads(text)
+        if "forward_s" in data:
+            return StepCosts(**data)
+    except CostError:
+        raise
+    except (ValueError, TypeError) as error:
+        message = (
+            f"these are no costs: {error}. Rule: the JSON that StepCosts.to_json() or a profile "
+            "writes. Remedy: profile the network again"
+        )
+        raise CostError(message) from error
     model = CostModel.from_json(text)
     each = Shape.padded([shape[1]] * shape[0])
     costs_s = [x.forward.plus(x.backward).seconds(each) for x in model.layers]

@@ -46,9 +46,9 @@ class Argument:
         words: The words that it may be, of which the nearest is suggested.
 
     Example:
-        >>> COUNT.refusal("Monitor", "window", 2.5)
+        >>> COUNT.refusal("window", 2.5, owner="Monitor")
         'Monitor(window=2.5) is not allowed. Rule: window is a whole number, 1 or more. \
-Remedy: window=50, say'
+Remedy: window=8, say'
     """
 
     rule: str
@@ -56,14 +56,15 @@ Remedy: window=50, say'
     fits: Check
     words: tuple[str, ...] = ()
 
-    def refusal(self, owner: str, name: str, value: Any) -> str:
-        """Return what to say of a value that does not fit."""
+    def refusal(self, name: str, value: Any, *, owner: str = "") -> str:
+        """Return what to say of a value that does not fit an argument, of a class or of none."""
         shown = repr(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
         near = get_close_matches(value, self.words, n=1, cutoff=0.4) if _is_text(value) else []
         guess = f"did you mean {near[0]!r}? Or " if near else ""
+        given = f"{owner}({name}={shown})" if owner else f"{name}={shown}"
         return (
-            f"{owner}({name}={shown}) is not allowed. Rule: {name} is {self.rule}. "
+            f"{given} is not allowed. Rule: {name} is {self.rule}. "
             f"Remedy: {guess}{self.remedy.replace('{name}', name)}"
         )
 
@@ -116,7 +117,7 @@ def instance(kind: type, remedy: str) -> Argument:
     return Argument(rule, remedy, lambda v: v is None or isinstance(v, kind))
 
 
-COUNT = Argument("a whole number, 1 or more", "{name}=50, say", is_count)
+COUNT = Argument("a whole number, 1 or more", "{name}=8, say", is_count)
 FLAG = Argument("True or False", "{name}=True or {name}=False", lambda v: isinstance(v, bool))
 TEXT = Argument("a word", "a string that is not empty", _is_text)
 PATH = Argument("a path", "a string or a pathlib.Path that is not empty", is_path)
@@ -152,7 +153,7 @@ def checked(
             for name, value in (*zip(placed, given, strict=False), *kwargs.items()):
                 argument = arguments.get(name)
                 if argument is not None and not argument.fits(value):
-                    raise error(argument.refusal(owner, name, value))
+                    raise error(argument.refusal(name, value, owner=owner))
             init(*args, **kwargs)
 
         return checking

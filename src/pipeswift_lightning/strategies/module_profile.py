@@ -76,6 +76,7 @@ def profile_module(  # noqa: PLR0913 -- one argument a choice, so that `profile.
     samples: Sequence[int] | None = None,
     lengths: Sequence[int] | None = None,
     options: ProfileOptions | None = None,
+    tell: Callable[[float], None] | None = None,
 ) -> CostProfile:
     """Measure the network of ``module`` on the first batch of ``data``.
 
@@ -88,6 +89,7 @@ def profile_module(  # noqa: PLR0913 -- one argument a choice, so that `profile.
         samples: Numbers of samples of the micro-batches (see `example_micro_batches`).
         lengths: Their lengths.
         options: How often to measure.
+        tell: Is called between passes, with the share that is done.
     """
     options = options or ProfileOptions()
     device = trainer.strategy.root_device
@@ -104,5 +106,5 @@ def profile_module(  # noqa: PLR0913 -- one argument a choice, so that `profile.
         return obtain_profile(
             path,
             origin_of(module, found.layers, device, options.settings),
-            lambda: profile_network(subject, micro_batches, options=options),
+            lambda: profile_network(subject, micro_batches, options=options, tell=tell),
         )

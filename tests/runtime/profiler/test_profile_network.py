@@ -1,13 +1,17 @@
 """Known costs are found, bytes are exact, and the network does not notice."""
 
 import random
+from collections.abc import Callable
 from functools import partial
+from io import StringIO
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
+from pipeswift_lightning.drawing.profile_bar import profile_bar
 from pipeswift_lightning.plan.cost_model import Shape
 from pipeswift_lightning.runtime.profiler import (
     ProfileError,
@@ -187,3 +191,25 @@ def test_the_optimizers_state_is_found_by_trying_one() -> None:
     weight.grad = torch.ones_like(weight)
     odd.step()
     assert optimizer_factor(odd) == 1.0
+
+
+def test_the_share_that_is_done_is_told_and_drawn_in_a_terminal_alone() -> None:
+    network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    told: list[float] = []
+    drawn = {}
+    for terminal in (True, False):
+        console = Console(file=StringIO(), force_terminal=terminal, width=80)
+        with profile_bar(console) as tell:
+
+            def both(share: float, tell: Callable[[float], None] = tell) -> None:
+                told.append(share)
+                tell(share)
+
+            batches = [torch.ones(1, 2), torch.ones(2, 2)]
+            profile_network(subject_of(network), batches, options=ONCE, tell=both)
+        drawn[terminal] = console.file.getvalue()
+    assert told == sorted(told[:7]) * 2
+    assert told[-1] == 1.0
+    assert "measuring" in drawn[True]
+    assert "100%" in drawn[True]
+    assert drawn[False] == ""

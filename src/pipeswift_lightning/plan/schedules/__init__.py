@@ -60,20 +60,21 @@ def build_schedule(
         True
         >>> build_schedule("1b1f", 4, 8)
         Traceback (most recent call last):
-        pipeswift_lightning.plan.instructions.ScheduleError: schedule '1b1f' is not known; \
-did you mean '1f1b'? Choose from gpipe, 1f1b, forward_only
+        pipeswift_lightning.plan.instructions.ScheduleError: schedule '1b1f' is not known. \
+Rule: one of gpipe, 1f1b, forward_only. Remedy: did you mean '1f1b'?
     """
     if name not in SCHEDULES:
         close = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.4)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        message = f"schedule {name!r} is not known{hint} Choose from {', '.join(SCHEDULES)}"
+        hint = f"did you mean {close[0]!r}?" if close else "choose one of these"
+        rule = f"Rule: one of {', '.join(SCHEDULES)}"
+        message = f"schedule {name!r} is not known. {rule}. Remedy: {hint}"
         raise ScheduleError(message)
     if name == "1f1b":
         return one_f_one_b(num_stages, num_micro_batches, warm_up=warm_up, order=order)
     if warm_up is not None:
         message = (
-            f"warm_up={warm_up} is a setting of 1f1b, but the schedule is {name!r}: "
-            "leave warm_up out, or choose 1f1b"
+            f"warm_up={warm_up} is given, but the schedule is {name!r}. Rule: it is a setting of "
+            "1f1b. Remedy: leave warm_up out, or choose 1f1b"
         )
         raise ScheduleError(message)
     return SCHEDULES[name](num_stages, num_micro_batches, order=order)

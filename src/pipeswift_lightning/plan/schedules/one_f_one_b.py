@@ -69,8 +69,9 @@ def _depths(warm_up: Sequence[int] | float | None, num_stages: int) -> tuple[int
     if isinstance(warm_up, int | float):
         if not 1.0 <= warm_up <= 2.0:
             message = (
-                f"warm_up={warm_up} must lie in [1, 2] when it is one number: 1 is the standard "
-                "depth, 2 the deepest that gains; give a depth for each stage to go further"
+                f"warm_up={warm_up} is no factor of the depth. Rule: it must lie in [1, 2], from "
+                "the standard depth to the deepest that gains. Remedy: warm_up=2, say, or a list "
+                "with a depth for each stage to go further"
             )
             raise WarmUpError(message)
         # Rounded first: 1.1 * 10 is 11.000000000000002, and its ceiling one too deep.
@@ -81,9 +82,9 @@ def _depths(warm_up: Sequence[int] | float | None, num_stages: int) -> tuple[int
     falls = all(a >= b for a, b in itertools.pairwise(depths))
     if len(depths) != num_stages or min(depths, default=0) < 1 or not falls:
         message = (
-            f"warm_up={list(depths)} must give each of {num_stages} stages a depth of 1 or more "
-            "that never increases, or the pipeline waits for itself: try "
-            f"{[num_stages - r for r in range(num_stages)]}"
+            f"warm_up={list(depths)} does not fit. Rule: it must give each of {num_stages} stages "
+            "a depth of 1 or more that never increases, or the pipeline waits for itself. Remedy: "
+            f"try {[num_stages - r for r in range(num_stages)]}"
         )
         raise WarmUpError(message)
     return depths

@@ -152,6 +152,7 @@ def measure(
     micro_batches: Sequence[Any],
     options: ProfileOptions,
     owned: Collection[int] | None = None,
+    tell: Callable[[float], None] | None = None,
 ) -> Measured:
     """Measure layers, and leave no trace: weights, buffers, gradients, random state, modes.
 
@@ -164,6 +165,7 @@ def measure(
         options: How often, and how long at most.
         owned: Positions (in call order) of the layers to measure; ``None`` for all. The others do
             not run: what they would give to these is drawn at random.
+        tell: Is called after each pass, with the share that is done.
     """
     trace = subject.trace(micro_batches[0])
     positions = sorted(range(trace.num_layers) if owned is None else owned)
@@ -173,15 +175,16 @@ def measure(
     clock = clock_for(subject.device, processor_time=options.processor_time)
     quiet = _undisturbed(subject.device)
     with quiet, _probe(subject, trace, positions, clock).in_place() as probe:
-        memory = [probe.run(step, What.MEMORY) for step in steps]
-        probe.run(steps[-1], What.FULL)  # the first backward sets much up
+        run = _telling(probe.run, len(steps), options.repeats, tell)
+        memory = [run(step, What.MEMORY) for step in steps]
+        run(steps[-1], What.FULL)  # the first backward sets much up
         full: list[list[Pass]] = [[] for _ in steps]
         inputs: list[list[Pass]] = [[] for _ in steps]
         for repeat in range(options.repeats):
             for i, step in enumerate(steps):
-                full[i].append(probe.run(step, What.FULL))
+                full[i].append(run(step, What.FULL))
                 if repeat % 2 == 0:
-                    inputs[i].append(probe.run(step, What.INPUTS))
+                    inputs[i].append(run(step, What.INPUTS))
             if time.perf_counter() - start_s > options.max_s:
                 break
     if versions != [p._version for p in subject.module.parameters()]:
@@ -204,6 +207,27 @@ def measure(
         for position in positions
     }
     return Measured(samples, [p.value_bytes for p in memory])
+
+
+def _telling(
+    run: Callable[[Callable[[], Any], What], Pass],
+    num_steps: int,
+    repeats: int,
+    tell: Callable[[float], None] | None,
+) -> Callable[[Callable[[], Any], What], Pass]:
+    """Return ``run`` that tells what share of a measurement's passes is done, between them."""
+    if tell is None:
+        return run
+    total, done = 1 + num_steps * (1 + repeats + (repeats + 1) // 2), 0
+
+    def telling(step: Callable[[], Any], what: What) -> Pass:
+        nonlocal done
+        result = run(step, what)
+        done += 1
+        tell(done / total)
+        return result
+
+    return telling
 
 
 def _probe(subject: Subject, trace: StepTrace, positions: Sequence[int], clock: Clock) -> Probe:

@@ -1,6 +1,6 @@
 """From a network to its profile, on one rank or on many."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -32,6 +32,7 @@ def profile_network(
     *,
     shapes: Sequence[tuple[int, int]] | None = None,
     options: ProfileOptions | None = None,
+    tell: Callable[[float], None] | None = None,
 ) -> CostProfile:
     """Measure every layer of a network on this rank.
 
@@ -43,6 +44,7 @@ def profile_network(
         micro_batches: Real micro-batches of several shapes (see `example_micro_batches`).
         shapes: For each, the pair (samples, tokens of each); by default what `shape_of` finds.
         options: How often to measure.
+        tell: Is called between passes, with the share that is done.
 
     Raises:
         ProfileError: There is no micro-batch, or the network cannot be measured.
@@ -57,7 +59,7 @@ def profile_network(
     """
     options = options or ProfileOptions()
     check(micro_batches)
-    measured = measure(subject, micro_batches, options)
+    measured = measure(subject, micro_batches, options, tell=tell)
     trace = subject.trace(micro_batches[0])
     return CostProfile(
         shapes=tuple(shapes or map(shape_of, micro_batches)),
