@@ -6,6 +6,7 @@ from lightning.pytorch import Trainer
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.runtime.mesh import MeshError
 from pipeswift_lightning.strategies.contract import ContractError
+from pipeswift_lightning.strategies.options import OptionError
 from tests.helpers.casts import perform
 from tests.helpers.faults import Ending
 from tests.helpers.scenario import Scenario, run
@@ -41,9 +42,12 @@ def test_it_is_refused_before_any_process_starts(scenario: Scenario, words: list
         assert word in str(refused.value)
 
 
-def test_devices_that_are_no_multiple_of_the_stages() -> None:
+def test_numbers_that_do_not_fit_the_stages() -> None:
     with pytest.raises(MeshError, match=r"5 devices .* 2 stages\. Rule: .* Remedy: stages=1 or 5"):
         Trainer(strategy=PipeSwiftStrategy(stages=2), accelerator="cpu", devices=5, logger=False)
+    strategy = PipeSwiftStrategy(recompute=[1, 2, 3])
+    with pytest.raises(OptionError, match=r"has 3 entries\. Rule: one for each of the 2 stages\."):
+        Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
 
 
 @pytest.mark.parametrize(

@@ -353,4 +353,10 @@ def _as_checkpoint_error(error: CheckpointException) -> CheckpointError:
         f"rank {rank}: {str(failure[0]) or type(failure[0]).__name__}"
         for rank, failure in error.failures.items()
     }
-    return CheckpointError("the checkpoint was not made. " + "; ".join(sorted(reasons)))
+    said = "; ".join(sorted(reasons))
+    if "Remedy: " not in said:
+        said += (
+            ". Rule: a checkpoint counts once every rank has written its part. Remedy: see to what "
+            "is named here, and go on from the checkpoint before, which is as it was"
+        )
+    return CheckpointError(f"the checkpoint was not made. {said}")
