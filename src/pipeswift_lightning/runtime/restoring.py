@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -18,10 +19,13 @@ class Trim:
     Args:
         width: Tokens of a row of the batch, padding included.
         kept: Tokens of a row of each micro-batch, at most ``width``.
+        is_hostile: Whether what is restored are no zeros, but values larger than all others, of
+            both signs: a step that gives the same with them does not look at padding.
     """
 
     width: int
     kept: tuple[int, ...]
+    is_hostile: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -72,4 +76,30 @@ class Trim:
             missing = [self.width - kept if dim in dims else 0 for dim in range(1, leaf.dim())]
             pads = [end for more in reversed(missing) for end in (0, more)]
             padded.append(functional.pad(leaf, pads))
+        if self.is_hostile:
+            _fill(padded, [leaf.shape for leaf in column])
         return padded
+
+
+def _fill(padded: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
+    """Put values of both signs, larger than all others, where tensors are not of these shapes."""
+    sizes = (float(x.abs().max()) for x in map(_numbers, padded) if x.numel())
+    largest = max(sizes, default=0.0)
+    for tensor, shape in zip(padded, shapes, strict=True):
+        values = torch.full_like(tensor, True if tensor.dtype is torch.bool else largest)
+        if tensor.is_floating_point():
+            rows, tokens = (torch.arange(n, device=tensor.device) for n in tensor.shape[:2])
+            signs = (1 - (rows[:, None] + tokens) % 2 * 2).view(*tensor.shape[:2], *_ones(tensor))
+            places = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+            values = (signs * (2 * largest + 10 + places % 5)).to(tensor)
+        inner = tuple(slice(0, length) for length in shape)
+        values[inner] = tensor[inner]
+        tensor.copy_(values)
+
+
+def _ones(tensor: Tensor) -> list[int]:
+    return [1] * (tensor.dim() - 2)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    return tensor.double().nan_to_num(posinf=0.0, neginf=0.0)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from pipeswift_lightning.strategies.likeness import relative_error, unlike
 from pipeswift_lightning.strategies.loss_weights import Rule
 from pipeswift_lightning.strategies.records import LogRecord, merge_outputs, merge_records
 from pipeswift_lightning.strategies.rounding import rounding_of
@@ -33,12 +33,14 @@ class StepResult:
         sizes: Samples of each micro-batch.
         metrics: What it has added to the states of the module's metrics, all micro-batches
             together.
+        failure: What the step raised on the whole batch, once all micro-batches had run.
     """
 
     outputs: Sequence[Any]
     records: Sequence[Sequence[LogRecord]]
     sizes: Sequence[int]
-    metrics: Sequence[Tensor] = ()
+    metrics: Sequence[Any] = ()
+    failure: Exception | None = None
 
 
 def compare(whole: StepResult, parts: StepResult, shares: Shares, rounding: float) -> Matches:
@@ -60,7 +62,7 @@ def compare(whole: StepResult, parts: StepResult, shares: Shares, rounding: floa
         weights = None if rule is Rule.SAMPLES else share
         mine, sizes = _merged(parts, weights), _merged(parts, weights, torch.abs)
         for name, value in values.items():
-            error = _error(value, mine[name], sizes[name]) if name in mine else math.inf
+            error = relative_error(value, mine[name], sizes[name]) if name in mine else math.inf
             found.setdefault(name, {})[rule] = error / units.get(name, rounding)
     return found
 
@@ -79,7 +81,7 @@ def compare_each(some: StepResult, others: StepResult, rounding: float) -> list[
 
 def compare_metrics(some: StepResult, others: StepResult, rounding: float) -> Matches:
     """Return how well two results agree in what they have added to metrics, logged or not."""
-    return {"<metrics>": {Rule.SAMPLES: _differences(some.metrics, others.metrics, rounding)}}
+    return {"<metrics>": {Rule.SAMPLES: unlike(some.metrics, others.metrics, rounding)}}
 
 
 def compare_outputs(some: StepResult, others: StepResult, rounding: float) -> Matches:
@@ -87,35 +89,12 @@ def compare_outputs(some: StepResult, others: StepResult, rounding: float) -> Ma
 
     That is what it returned, what it logged, and what it has added to metrics.
     """
-    returned = _differences(_tensors(some.outputs), _tensors(others.outputs), rounding)
+    returned = unlike(list(some.outputs), list(others.outputs), rounding)
     return {
         **compare(some, others, {Rule.SAMPLES: (1.0,)}, rounding),
         **compare_metrics(some, others, rounding),
         "<returned>": {Rule.SAMPLES: returned},
     }
-
-
-def _differences(some: Sequence[Tensor], others: Sequence[Tensor], rounding: float) -> float:
-    if len(some) != len(others):
-        return math.inf
-    pairs = zip(some, others, strict=True)
-    return max((_unlike(one, other, rounding) for one, other in pairs), default=0.0)
-
-
-def _tensors(outputs: Sequence[Any]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(list(outputs)) if isinstance(leaf, Tensor)]
-
-
-def _unlike(one: Tensor, other: Tensor, rounding: float) -> float:
-    """Return how far two tensors differ, relative to the largest value and to rounding."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return math.inf
-    if not one.is_floating_point():
-        return 0.0 if torch.equal(one, other) else math.inf
-    if not one.numel():
-        return 0.0
-    largest = one.double().abs().nan_to_num(posinf=0.0).max().expand(one.shape)
-    return _error(one.double(), other.double(), largest) / max(rounding, rounding_of(one.dtype))
 
 
 def _merged(
@@ -144,15 +123,3 @@ def _types(result: StepResult) -> dict[str, torch.dtype]:
 def _loss(output: object) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
-
-
-def _error(whole: Tensor | None, merged: Tensor | None, magnitude: Tensor | None) -> float:
-    """Return the relative error of ``merged``."""
-    if whole is None or merged is None or magnitude is None:
-        return 0.0 if whole is merged else math.inf
-    if whole.shape != merged.shape:
-        return math.inf
-    scale = torch.maximum(whole.abs(), magnitude.abs()).clamp(min=1e-300)
-    same = (whole == merged) | (whole.isnan() & merged.isnan())
-    errors = ((whole - merged).abs() / scale).nan_to_num(nan=math.inf, posinf=math.inf)
-    return float(errors.masked_fill(same, 0.0).max())

@@ -72,14 +72,14 @@ class SharedMetrics:
         self._saved.clear()
 
     @contextmanager
-    def untouched(self) -> Iterator[Callable[[], list[Tensor]]]:
+    def untouched(self) -> Iterator[Callable[[], list[Any]]]:
         """Undo what a block does to the metrics; tells, within it, what it has done so far."""
         saved = [
             (m, {name: _copied(getattr(m, name)) for name in m._defaults}, _counters(m))
             for m in self._metrics
         ]
 
-        def changes() -> list[Tensor]:
+        def changes() -> list[Any]:
             return [
                 change
                 for metric, states, _ in saved
@@ -113,14 +113,18 @@ def _copied(state: Any) -> Any:
     return [*state] if isinstance(state, list) else state.clone()
 
 
-def _changes(before: Any, after: Any) -> list[Tensor]:
+def _changes(before: Any, after: Any) -> list[Any]:
     """Return what an update has added to a state; a maximum, or a list, as it is now."""
     if isinstance(after, list):
-        return [part.detach().clone() for part in after[len(before) :]]
+        return [tree_map_only(Tensor, _detached, part) for part in after[len(before) :]]
     both = isinstance(before, Tensor) and before.shape == after.shape
     if both and before.isfinite().all() and after.dtype is not torch.bool:
         return [after.detach() - before]
     return [after.detach().clone()]
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach().clone()
 
 
 def _counters(metric: Metric) -> tuple[int, Any, Any]:

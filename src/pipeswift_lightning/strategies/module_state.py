@@ -1,7 +1,7 @@
 """Undo what a step that is only looked at does to its module."""
 
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["evaluating", "unchanged"]
 
-_COPIED = (list, dict, set, deque)
+_COPIED = (list, dict, OrderedDict, defaultdict, Counter, set, deque)
 
 
 @contextmanager
@@ -17,19 +17,20 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     """Give the module's own attributes their values back after a block.
 
     Numbers, strings and what else is assigned anew comes back as it was; lists, dicts, sets and
-    deques get their items back. What these hold is not copied.
+    deques, and those within lists and dicts, get their items back. What else they hold is not
+    copied.
 
     Example:
         >>> module = nn.Module()
-        >>> module.count, module.seen = 0, []
+        >>> module.count, module.seen = 0, {"val": []}
         >>> with unchanged(module):
         ...     module.count += 1
-        ...     module.seen.append(1)
+        ...     module.seen["val"].append(1)
         >>> module.count, module.seen
-        (0, [])
+        (0, {'val': []})
     """
     before = dict(vars(module))
-    items = {name: _copy(value) for name, value in before.items() if type(value) in _COPIED}
+    items = list(_containers(list(before.values()), set()))
     try:
         yield
     finally:
@@ -37,8 +38,8 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for name in [name for name in attributes if name not in before]:
             del attributes[name]
         attributes.update(before)
-        for name, saved in items.items():
-            _restore(before[name], saved)
+        for container, saved in items:
+            _restore(container, saved)
 
 
 @contextmanager
@@ -53,8 +54,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             child.training = training
 
 
-def _copy(value: Any) -> Any:
-    return value.copy()
+def _containers(values: Iterable[Any], seen: set[int]) -> Iterator[tuple[Any, Any]]:
+    """Find all containers among values, and within them, with copies of their items."""
+    for value in values:
+        if type(value) in _COPIED and id(value) not in seen:
+            seen.add(id(value))
+            yield value, value.copy()
+            held = value.values() if isinstance(value, dict) else value
+            yield from _containers(held, seen)
 
 
 def _restore(value: Any, saved: Any) -> None:

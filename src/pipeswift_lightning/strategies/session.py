@@ -1,7 +1,7 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
 from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
 from pipeswift_lightning.strategies.measuring import CostSource
 from pipeswift_lightning.strategies.metrics import SharedMetrics
-from pipeswift_lightning.strategies.module_state import evaluating
+from pipeswift_lightning.strategies.module_state import evaluating, unchanged
 from pipeswift_lightning.strategies.network import PipelinedNetwork, chained, find_networks
 from pipeswift_lightning.strategies.one_stage import measure_one_stage, plan_one_stage
 from pipeswift_lightning.strategies.optimizers import StageOptimizers
@@ -190,12 +190,19 @@ class PipelineSession:
             self._agree({**facts, **batch_facts(self.module, call.hook, call.batch)})
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
-            self._running = True
-            try:
+            with self._in_step(looks=call.probing):
                 self._execute(program, plan, training=call.training)
-            finally:
-                self._running = False
         return program
+
+    @contextmanager
+    def _in_step(self, *, looks: bool = False) -> Iterator[None]:
+        """Say that a step runs in a block; where it only looks, leave the module as it was."""
+        self._running = True
+        try:
+            with unchanged(self.module) if looks else nullcontext():
+                yield
+        finally:
+            self._running = False
 
     @contextmanager
     def whole_step(self, hook: str, batch: Any, seeds: tuple[int, ...]) -> Iterator[None]:
@@ -208,12 +215,8 @@ class PipelineSession:
         self.progress.step = (self.progress.step or 0) + 1
         self._agree(batch_facts(self.module, hook, batch))
         self.recorder.begin()
-        self._running = True
-        try:
-            with self.transparent.step(seeds):
-                yield
-        finally:
-            self._running = False
+        with self._in_step(), self.transparent.step(seeds):
+            yield
 
     def _execute(
         self, program: StepProgram | WholeBatchProgram, plan: Plan, *, training: bool
@@ -230,12 +233,8 @@ class PipelineSession:
 
     def by_micro_batch(self, program: WholeBatchProgram) -> StepResult:
         """Return what the step gives for each micro-batch alone (last stage)."""
-        self._running = True
-        try:
-            with preserved_rng(self.device), self._metrics.untouched():
-                return StepResult(*program.by_micro_batch(), program.call.sizes)
-        finally:
-            self._running = False
+        with self._in_step(looks=True), preserved_rng(self.device), self._metrics.untouched():
+            return StepResult(*program.by_micro_batch(), program.call.sizes)
 
     def look(self, call: StepCall, scope: LossScope) -> StepResult:
         """Run a step's forward in evaluation mode, and leave no trace (results: last stage).

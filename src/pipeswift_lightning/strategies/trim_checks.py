@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from pipeswift_lightning.strategies.comparison import (
+    NOTHING_FITS,
     Matches,
     compare_each,
     compare_metrics,
@@ -69,10 +71,12 @@ class TrimChecks:
             return planned
         with _told_of_padding():
             whole = self._session.look(call, LossScope.WHOLE_BATCH)
-            trimmed = self._session.look(planned, LossScope.WHOLE_BATCH)
+            hostile = replace(planned, trim=replace(trim, is_hostile=True))
+            trimmed = self._session.look(hostile, LossScope.WHOLE_BATCH)
         found: list[Matches] = []
         if self._session.is_last:
-            found = [compare_outputs(whole, trimmed, self._rounding(call))]
+            same = compare_outputs(whole, trimmed, self._rounding(call))
+            found = [NOTHING_FITS if trimmed.failure else same]
         return planned if self._explained(found, call) else call
 
     def _explained(self, found: list[Matches], call: StepCall) -> bool:

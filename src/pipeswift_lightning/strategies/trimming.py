@@ -38,11 +38,13 @@ class Trimming:
         """
         if self._wanted != "auto" or planned.packed or not is_cut(planned):
             return False
-        mark = f"{planned.hook}: {cut}"
+        # With several loaders, a step may do other things with the batches of each.
+        kind = " ".join([planned.hook, *map(str, planned.rest[1:])])
+        mark = f"{kind}: {cut}"
         new = mark not in self._looked
         self._looked.add(mark)
-        count = self._checks.get(planned.hook, 0)
-        self._checks[planned.hook] = count + 1
+        count = self._checks.get(kind, 0)
+        self._checks[kind] = count + 1
         return new or count & (count - 1) == 0
 
     def keep_padding(self, hook: str) -> None:

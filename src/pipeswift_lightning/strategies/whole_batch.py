@@ -46,6 +46,7 @@ class WholeBatchProgram(StageProgram):
     Attributes:
         sizes: Rows of the network's arguments in each micro-batch; samples, as a rule.
         output: On the last stage, what the step returned for the batch.
+        failure: What it raised instead, if it only looked at trimmed micro-batches.
         records: On the last stage, its calls of ``self.log``.
     """
 
@@ -57,6 +58,7 @@ class WholeBatchProgram(StageProgram):
     call: StepCall
     sizes: tuple[int, ...] = ()
     output: Any = None
+    failure: Exception | None = None
     records: list[LogRecord] = field(default_factory=list)
     _calls: list[tuple[Any, Any]] = field(default_factory=list)
     _given: list[tuple[Tensor, Arrival]] = field(default_factory=list)
@@ -186,16 +188,26 @@ class WholeBatchProgram(StageProgram):
     def complete(self, *, is_last: bool) -> None:
         """Do what is left once this rank's row has run."""
         if is_last and self._joined is None:
-            self.finish()
+            self._finish_or_look()
         if self.call.training:
             given = [(leaf, arrival.take_gradient()) for leaf, arrival in self._given]
             used = [(leaf, gradient) for leaf, gradient in given if gradient is not None]
             if used:
                 torch.autograd.backward([leaf for leaf, _ in used], [grad for _, grad in used])
 
+    def _finish_or_look(self) -> None:
+        try:
+            self.finish()
+        except Exception as failure:
+            if self.call.trim is None or not self.call.probing:
+                raise
+            # Outputs may be one token shorter than rows, or numbers that depend on the width.
+            self.failure = failure
+
     def whole(self) -> StepResult:
         """Return what the step gave for the batch (last stage)."""
-        return StepResult([self.output], [self.records], [sum(self.call.sizes)])
+        sizes = [sum(self.call.sizes)]
+        return StepResult([self.output], [self.records], sizes, failure=self.failure)
 
     def result(self) -> tuple[Any, list[MergedLog]]:
         """Return the step's output and logs (last stage)."""
