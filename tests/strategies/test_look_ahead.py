@@ -1,5 +1,7 @@
 """The next batch is planned beside the present step, where drawing it early changes nothing."""
 
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from pipeswift_lightning import PipeSwiftStrategy
+from pipeswift_lightning.runtime.peekable import Peekable
 from pipeswift_lightning.strategies import planning
 from tests.helpers.networks import Padded, Ragged, pad
 from tests.helpers.parity import TOLERANCE, lone_trainer
@@ -121,3 +124,47 @@ def test_a_loader_that_fails_does_so_at_its_batch(tmp_path: Path, planned_in: li
             trainer.fit(Padded(), rows(Failing(40), num_workers=1))
         steps.append(trainer.global_step)
     assert steps == [3, 3]
+
+
+def test_what_is_peeked_at_late_stays_where_it_is() -> None:
+    letters = Peekable(iter("abc"))
+    turn = letters.turn
+    assert next(letters) == "a"
+    with pytest.raises(LookupError, match="turn"):
+        letters.peek(turn)  # a thread that was not woken in time must not draw another
+    assert [letters.peek(), *letters] == ["b", "b", "c"]
+
+
+def test_a_copy_of_a_loader_has_no_iterator_of_its_own() -> None:
+    letters = Peekable(iter("abc"))
+    assert copy.copy(letters) is copy.deepcopy([letters])[0] is None
+    assert pickle.loads(pickle.dumps({"iterator": letters})) == {"iterator": None}
+
+
+def test_a_sampler_that_draws_from_a_shared_generator_is_left_alone(
+    tmp_path: Path, planned_in: list[str]
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    sampler = RandomSampler(range(40), replacement=True, generator=draw)
+    fit(planned(tmp_path), rows(num_workers=1, sampler=sampler), max_epochs=1)
+    assert THREAD not in planned_in
+
+
+def test_an_interrupted_training_leaves_no_thread_and_no_batch(
+    tmp_path: Path, planned_in: list[str]
+) -> None:
+    class Stopped(Padded):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise RuntimeError("stopped")
+
+    strategy = planned(tmp_path)
+    torch.manual_seed(0)
+    trainer = lone_trainer(strategy, precision="64-true", max_epochs=1)
+    with pytest.raises(RuntimeError, match="stopped"):
+        trainer.fit(Stopped(), rows(num_workers=1))
+    assert THREAD in planned_in
+    assert not [t for t in threading.enumerate() if t.name == THREAD]
+    assert strategy._steps is not None
+    assert strategy._steps._last is not None
+    assert strategy._steps._last.batch is strategy._steps._last.source is None

@@ -15,6 +15,9 @@ class Peekable(Iterator[Any]):
     Args:
         source: The iterator. Its attributes are those of the wrapper too.
 
+    Attributes:
+        turn: How many elements have been asked for.
+
     Example:
         >>> letters = Peekable(iter("ab"))
         >>> letters.peek(), letters.peek(), next(letters), next(letters)
@@ -26,14 +29,22 @@ class Peekable(Iterator[Any]):
         self._lock = Lock()
         self._ready: list[Any] = []
         self._failure: BaseException | None = None
+        self.turn = 0
 
-    def peek(self) -> Any:
+    def peek(self, turn: int | None = None) -> Any:
         """Return the next element, which the next call of ``next`` returns again.
 
+        Args:
+            turn: Which one is meant, as ``turn`` was; a thread may come late.
+
         Raises:
+            LookupError: It has been asked for already; nothing was drawn.
             BaseException: What the iterator raised, which ``next`` raises again.
         """
         with self._lock:
+            if turn is not None and turn != self.turn:
+                msg = f"element {turn} has had its turn"
+                raise LookupError(msg)
             if self._failure is None and not self._ready:
                 try:
                     self._ready.append(next(self._source))
@@ -46,12 +57,18 @@ class Peekable(Iterator[Any]):
     @override
     def __next__(self) -> Any:
         with self._lock:
+            self.turn += 1
             if self._ready:
                 return self._ready.pop()
             failure, self._failure = self._failure, None
             if failure is not None:
                 raise failure
             return next(self._source)
+
+    @override
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Be left out of copies, as loaders' iterators are: Lightning makes them anew."""
+        return type(None), ()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)

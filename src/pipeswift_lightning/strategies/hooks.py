@@ -44,7 +44,7 @@ from pipeswift_lightning.strategies.whole_batch import WholeBatchProgram
 
 __all__ = ["StepHook", "StepRunner"]
 
-_PATIENCE_S = 5.0  # for a loader that does not give its next batch, when training ends
+_PATIENCE_S = 1.0  # for a loader that does not give its next batch, when training ends
 
 
 class StepHook(IntEnum):
@@ -146,7 +146,7 @@ class StepRunner:
         if hook is StepHook.TRAINING:
             self._planner.note(step)
         if hook is StepHook.TRAINING and self._planner.active and not self._policy.whole:
-            self._last = replace(call, micro_batches=())
+            self._last = replace(call, micro_batches=(), batch=None, source=None)  # hold no data
             self._ahead.begin(self._module.trainer.fit_loop)
         program = self._session.run(step, scope)
         output, logs = self._share(program, counted)

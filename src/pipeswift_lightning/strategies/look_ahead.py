@@ -8,6 +8,7 @@ the beginning of their own step.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeswift_lightning.runtime.peekable import Peekable
 
 __all__ = ["LookAhead"]
 
-# They draw all of their random numbers when an epoch begins.
+# They draw all of their random numbers when an epoch begins, or from a generator of their own.
 _SAMPLERS = (SequentialSampler, RandomSampler, DistributedSampler, WeightedRandomSampler)
 
 
@@ -76,11 +77,20 @@ def _next_batch(loop: _FitLoop) -> Callable[[], Any] | None:
         return None
     if isinstance(iterators[0], _MultiProcessingDataLoaderIter):
         iterators[0] = Peekable(iterators[0])
-    return iterators[0].peek if isinstance(iterators[0], Peekable) else None
+    peekable = iterators[0]
+    return partial(peekable.peek, peekable.turn) if isinstance(peekable, Peekable) else None
 
 
 def _draws_nothing(loader: Any) -> bool:
     """Whether to fetch from a loader early draws no random number in this process."""
     if type(loader) is not DataLoader or not isinstance(loader.batch_sampler, BatchSampler):
         return False
-    return type(loader.batch_sampler) is BatchSampler and type(loader.sampler) in _SAMPLERS
+    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in _SAMPLERS:
+        return False
+    return not (isinstance(loader.sampler, RandomSampler) and _draws_late(loader.sampler))
+
+
+def _draws_late(sampler: RandomSampler) -> bool:
+    """Whether a sampler draws from a generator that others may see, while an epoch runs."""
+    repeats = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+    return repeats and sampler.generator is not None

@@ -359,6 +359,8 @@ class PipeSwiftStrategy(MovableStrategy):
     @override
     def teardown(self) -> None:
         self._clock.data_wait.remove()
+        if self._steps is not None:  # an interrupted training has not ended otherwise
+            self._steps.close()
         healthy = self._groups is not None and not self._watch.failed
         if healthy:
             self.finish_saves()

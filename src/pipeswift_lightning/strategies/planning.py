@@ -227,7 +227,9 @@ class StepPlanner:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` has returned."""
+        """Go on from what `state` has returned; leave an earlier format's, and choose anew."""
+        if "trimming" not in state:
+            return
         self.trimming.load_state(state["trimming"])
         self._batches.load_state(state["padding"])
         self._training, self._evaluation = (_Number(*each) for each in state["numbers"])
@@ -238,36 +240,36 @@ class StepPlanner:
         return None if self._options.micro_batches is None else len(call.sizes)
 
     def _choice(self, call: StepCall, known: Known) -> Candidate:
-        assert self._model is not None
-        assert self._partition is not None
-        key = known.key(call), self._partition.starts  # layers may move while a thread plans ahead
-        choice = self._chosen.get(key)
-        if choice is None:
-            choice = self._choose(self._model, call, known, self._partition)
-            self._chosen[key] = choice
-            if len(self._chosen) > _KEPT:
-                self._chosen.popitem(last=False)
-        return choice
+        """Return a batch's plan, and remember it.
 
-    def _choose(
-        self, model: CostModel, call: StepCall, known: Known, partition: Partition
-    ) -> Candidate:
+        It follows from its key alone, so that ranks agree whatever each has planned ahead, and a
+        resumed run with one that was not stopped.
+        """
+        model, partition = self._model, self._partition  # may move while a thread plans ahead
+        assert model is not None
+        assert partition is not None
         trains = call.hook == "training_step"
         last = self._training if trains else self._evaluation
         number = self._wanted(call)
         larger = call.num_samples > last.samples  # such as training's, after a sanity check
         if number is None and not larger:
             number = min(last.micro_batches, call.num_samples)
-        choice = choose_plan(
-            self._workload(model, call, known, partition),
-            num_micro_batches=number,
-            schedules=self._schedules if trains else ("forward_only",),
-            evaluations=_EVALUATIONS,
-        )
+        key = known.key(call), partition.starts, number
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = choose_plan(
+                self._workload(model, call, known, partition),
+                num_micro_batches=number,
+                schedules=self._schedules if trains else ("forward_only",),
+                evaluations=_EVALUATIONS,
+            ).chosen
+            self._chosen[key] = chosen
+            if len(self._chosen) > _KEPT:
+                self._chosen.popitem(last=False)
         if number is None:
-            last.micro_batches = len(choice.chosen.formation.samples)
+            last.micro_batches = len(chosen.formation.samples)
             last.samples = call.num_samples
-        return choice.chosen
+        return chosen
 
     def _workload(
         self, model: CostModel, call: StepCall, known: Known, partition: Partition | None
