@@ -18,9 +18,10 @@ from pipeswift_lightning.plan.search import Choice, choose_plan
 from pipeswift_lightning.plan.workload import Workload
 from pipeswift_lightning.runtime.packed import PackedBatch, pack_samples
 from tests.helpers.modules import VOCABULARY, WIDTH, Base, Block
-from tests.helpers.networks import Padded, Ragged, pad
+from tests.helpers.networks import MaskedTransformer, Padded, Ragged, pad
 
 LAYERS = 4
+WIDEST = 9  # than any row of `Ragged`, by one token
 
 
 def costs(layers: int = LAYERS, *, error: float = 0.0) -> CostModel:
@@ -60,6 +61,30 @@ class PaddingCounts(Padded):
         logits = self.model(batch["ids"], mask=batch["mask"])
         found = functional.cross_entropy(logits.transpose(1, 2), batch["ids"], reduction="none")
         return found.mean(1)
+
+
+class FixedWidth(Padded):
+    """Its network takes rows of one width only, which the loader's batches all have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _Positioned()
+
+
+class _Positioned(MaskedTransformer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.linspace(-1, 1, WIDEST)[None, :, None])
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(ids, mask) * self.places
+
+
+def pad_to_widest(rows: Sequence[Tensor]) -> dict[str, Any]:
+    """Collate rows into batches of one width."""
+    longer = functional.pad(rows[0], (0, WIDEST - len(rows[0])))
+    batch = pad([longer, *rows[1:]])
+    return {**batch, "names": [f"row {len(row)}" for row in rows]}
 
 
 class Returning(Padded):

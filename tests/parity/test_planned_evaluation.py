@@ -26,7 +26,16 @@ from tests.helpers.parity import (
     on_rank_zero,
     plain,
 )
-from tests.helpers.planned import PaddingCounts, Tokens, costs, loader, quick_choice, token_rows
+from tests.helpers.planned import (
+    FixedWidth,
+    PaddingCounts,
+    Tokens,
+    costs,
+    loader,
+    pad_to_widest,
+    quick_choice,
+    token_rows,
+)
 
 NARROWEST = 6  # tokens of a row of the narrowest batch
 
@@ -109,6 +118,7 @@ VALIDATED: dict[str, tuple[Callable[[], LightningModule], Any, bool]] = {
     "padding counts": (PaddingCounts, loader, False),
     "a metric of tokens": (partial(Metrics, masked=True), loader, True),
     "a metric of all positions": (partial(Metrics, masked=False), loader, False),
+    "one width": (FixedWidth, partial(loader, pad_to_widest), False),
     "own loss": (partial(Validated, own_loss=True), partial(loader, token_rows), True),
 }
 

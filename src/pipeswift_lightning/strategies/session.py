@@ -161,9 +161,10 @@ class PipelineSession:
         )
         self.transparent.open(why)
 
-    def look_at(self, call: StepCall) -> StepTrace | None:
-        """Return how the step hangs together; ``None`` if it runs whole in this process."""
-        return self._trace(call)
+    def try_out(self, call: StepCall, micro_batch: Any) -> StepTrace:
+        """Run a step on one micro-batch's shapes, without data."""
+        with preserved_rng(self.device):
+            return look_at_step(self.module, self.cut, self._metrics, call, micro_batch)
 
     def run(self, call: StepCall, scope: LossScope) -> StepProgram | WholeBatchProgram:
         """Run one step over the pipeline.
@@ -174,7 +175,7 @@ class PipelineSession:
         """
         self.progress.step = (self.progress.step or 0) + (not call.probing)
         with preserved_rng(self.device):
-            trace = self._trace(call) if self.num_stages > 1 else None
+            trace = self.look_at(call) if self.num_stages > 1 else None
             whole = scope is LossScope.WHOLE_BATCH
             assert self.partition is not None
             plan = plan_of(call, self.partition, self.options, whole=whole)
@@ -263,8 +264,11 @@ class PipelineSession:
 
     # -- assembly -----------------------------------------------------------------------------
 
-    def _trace(self, call: StepCall) -> StepTrace | None:
-        """Return how the step's layers hang together; the first time, cut the module."""
+    def look_at(self, call: StepCall) -> StepTrace | None:
+        """Return how the step's layers hang together; the first time, cut the module.
+
+        ``None`` if it runs whole in this process.
+        """
         if self.num_stages == 1:
             self._assemble_single(call)
             if len(call.sizes) == 1:
@@ -274,8 +278,7 @@ class PipelineSession:
         trace = self._traces.get(key)
         if trace is None:
             self._agree(batch_facts(self.module, call.hook, call.batch))
-            with preserved_rng(self.device):
-                trace = look_at_step(self.module, self.cut, self._metrics, call, first)
+            trace = self.try_out(call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO:
                 self._undo_cut()
                 found = pipelined(

@@ -42,6 +42,8 @@ class TrimChecks:
         """Whether a training step, just planned and weighted, may run without its padding."""
         if not self._planner.is_checked(step):
             return True
+        if not self._takes_widths(step):
+            return False
         with _told_of_padding():
             padded = self._session.look(self._planner.untrimmed(step), LossScope.PER_SAMPLE)
             trimmed = self._session.look(step, LossScope.PER_SAMPLE)
@@ -69,6 +71,8 @@ class TrimChecks:
             return call
         if not self._planner.is_checked(planned):
             return planned
+        if not self._takes_widths(planned):
+            return call
         with _told_of_padding():
             whole = self._session.look(call, LossScope.WHOLE_BATCH)
             hostile = replace(planned, trim=replace(trim, is_hostile=True))
@@ -79,14 +83,32 @@ class TrimChecks:
             found = [NOTHING_FITS if trimmed.failure else same]
         return planned if self._explained(found, call) else call
 
-    def _explained(self, found: list[Matches], call: StepCall) -> bool:
+    def _takes_widths(self, step: StepCall) -> bool:
+        """Whether a step runs on its narrowest micro-batch: a network may want rows of one width.
+
+        Tried without data, since a run that fails on one stage alone would end all.
+        """
+        assert step.samples is not None
+        assert step.lengths is not None
+        lengths = step.lengths
+        widths = [max(lengths[i] for i in part) for part in step.samples]
+        found: list[Matches] = []
+        try:
+            self._session.try_out(step, step.micro_batches[widths.index(min(widths))])
+        except Exception:  # noqa: BLE001 -- it has run on the shapes of the whole batch
+            found = [NOTHING_FITS]
+        return self._explained(found, step, "does not run")
+
+    def _explained(
+        self, found: list[Matches], call: StepCall, what: str = "gives other values"
+    ) -> bool:
         """Whether rounding explains what the last stage has found to differ."""
         if all(map(self._policy.explained, self._announced(found))):
             return True
         self._planner.keep_padding(call.hook)
         rank_zero_info(
-            f"pipeswift: {call.hook} gives other values without its padding, so micro-batches keep "
-            "it, and samples stay in the data's order."
+            f"pipeswift: {call.hook} {what} without its padding, so micro-batches keep it, and "
+            "samples stay in the data's order."
         )
         return False
 
