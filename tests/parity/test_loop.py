@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
 from pipeswift_lightning import PipeSwiftStrategy
-from tests.helpers.modules import Language, Regression, Transformer, loader, stack, tokens, vectors
+from tests.helpers.modules import (
+    Language,
+    Regression,
+    Transformer,
+    loader,
+    logging_all,
+    stack,
+    tokens,
+    vectors,
+)
 from tests.helpers.parity import (
     Failures,
     compare,
@@ -80,7 +89,7 @@ class ReturnsDict(Language):
 
 Case = tuple[Callable[[], LightningModule], dict[str, Any]]
 LOOPS: dict[str, Case] = {
-    "validation": (lambda: Language(Transformer()), {}),
+    "validation": (lambda: logging_all(Language(Transformer())), {}),
     "validation within epochs": (
         lambda: Hooked(Transformer()),
         {"val_check_interval": 2, "num_sanity_val_steps": 2},
