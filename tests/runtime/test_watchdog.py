@@ -149,7 +149,7 @@ def test_a_data_worker_that_holds_the_dead_store_hosts_sockets_delays_no_one() -
     endings = play(Scene(body=_held_sockets, victim=0))
     for ending in endings[1:]:
         assert ending.code == 1
-        assert ending.after_s < 1.0
+        assert ending.after_s < 2.5  # the worker stays for longer
         assert "rank 0 (stage 0, micro-batch 3) failed: killed" in ending.said
 
 

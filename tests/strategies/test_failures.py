@@ -75,11 +75,9 @@ def test_an_exception_in_the_optimizer() -> None:
     check_raise(Scenario(fault="optimizer", rank=1), "between steps", micro_batch=False)
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("eval_forward", 1), ("validation_step", 3)])
+@pytest.mark.parametrize(("fault", "rank"), [("eval_forward", 0), ("validation_step", 1)])
 def test_an_exception_in_validation(fault: str, rank: int) -> None:
-    scenario = Scenario(
-        fault=fault, rank=rank, step=0, trainer=VALIDATING, options={"micro_batches": 4}
-    )
+    scenario = Scenario(fault=fault, rank=rank, step=0, devices=2, trainer=VALIDATING)
     endings = perform(scenario)
     check_others(
         scenario, endings, f"rank {rank} (stage {rank}", "ValueError: the user's own error"
@@ -89,10 +87,10 @@ def test_an_exception_in_validation(fault: str, rank: int) -> None:
 @pytest.mark.parametrize("fault", ["between", "loader", "setup"])
 def test_an_exception_on_one_rank_outside_a_step(fault: str) -> None:
     """In a callback, in the dataset, in a set-up hook: the others are in a collective by then."""
-    scenario = Scenario(fault=fault, rank=2)
+    scenario = Scenario(fault=fault, rank=1, devices=2)
     endings = perform(scenario)
-    check_others(scenario, endings, "rank 2 (stage 2) failed: ValueError: the user's own error")
-    assert endings[2].code == 1
+    check_others(scenario, endings, "rank 1 (stage 1) failed: ValueError: the user's own error")
+    assert endings[1].code == 1
 
 
 def test_an_exception_in_one_of_two_pipelines() -> None:
