@@ -54,7 +54,7 @@ def test_models_on_two_stages() -> None:
             "BERT, masked": {},
             "ViT": {"loss": "per_sample"},
             "LoRA, last layer": {},
-            "LoRA, first layer": {"loss": "per_sample"},
+            "LoRA, first layer": {},
         }
     )
 
