@@ -17,10 +17,12 @@ from pipeswift_lightning.runtime.process import ProcessIdentity
 from tests.helpers.distributed import fork_server
 from tests.helpers.faults import Ending, start_server
 from tests.helpers.scenario import Scenario, run
+from tests.helpers.scripts import started
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("scripted.py"))
 PYTHON_PATH = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def perform(scenario: Scenario, *, limit_s: float = 25.0) -> list[Ending]:
@@ -56,41 +58,56 @@ def perform(scenario: Scenario, *, limit_s: float = 25.0) -> list[Ending]:
 
 
 def launch(
-    scenario: Scenario, *, launcher: Sequence[str] = (sys.executable,), limit_s: float = 90.0
+    scenario: Scenario, *, launcher: Sequence[str] = (), limit_s: float = 90.0
 ) -> tuple[int | None, list[Ending]]:
     """Start the script once, by ``launcher``; whatever starts the other ranks is under test.
 
+    Without a launcher the first process has the slow imports behind it; those that it starts
+    never have.
+
     Returns:
         The exit code of the first process (``None``: it was still there when time was up), and
-        each rank's ending. Of the others only rank 0's code is known, and only without a launcher.
+        each rank's ending. Of the others only rank 0's code is known, and only if it was the first.
     """
     with tempfile.TemporaryDirectory() as name:
         scenario = replace(scenario, folder=name)
-        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
-        began = time.monotonic()
-        with (Path(name) / "launcher").open("wb") as said:
-            first = subprocess.Popen(
-                [*launcher, SCRIPT, scenario.to_json()], env=environment, stderr=said, stdout=said
-            )
+        said = Path(name) / "launcher"
+        command, variables = (SCRIPT, scenario.to_json()), {"PYTHONPATH": PYTHON_PATH, **ONE_THREAD}
+        first: Any
+        if launcher:
+            began = time.monotonic()
+            with said.open("wb") as file:
+                first = subprocess.Popen(
+                    [*launcher, *command], env={**os.environ, **variables}, stderr=file, stdout=file
+                )
+        else:
+            start_server(fork_server())
+            began = time.monotonic()
+            first = started(*command, said=said, environment=variables)
         is_there = [_presence(Path(name) / f"pid{r}", first) for r in range(scenario.devices)]
         try:
-            ended_s = _until_gone([*is_there, lambda: first.poll() is None], began + limit_s)
+            ended_s = _until_gone([*is_there, lambda: _code(first) is None], began + limit_s)
         finally:
             for file in Path(name).glob("pid*"):
                 ProcessIdentity.of(int(file.read_text())).kill()
-            code = first.poll()
+            code = _code(first)
             first.kill()
-            first.wait()
+            _ = first.wait() if isinstance(first, subprocess.Popen) else first.join()
         codes = [None if r not in ended_s else code for r in range(scenario.devices)]
         return code, _endings(scenario, codes, ended_s, began)
 
 
-def _presence(file: Path, first: "subprocess.Popen[bytes]") -> Callable[[], bool]:
+def _code(first: Any) -> int | None:
+    code: int | None = first.poll() if isinstance(first, subprocess.Popen) else first.exitcode
+    return code
+
+
+def _presence(file: Path, first: Any) -> Callable[[], bool]:
     """Return whether a rank is there: it writes its pid, and may never come to that."""
 
     def is_there() -> bool:
         if not file.exists() or not file.read_text():
-            return first.poll() is None
+            return _code(first) is None
         return ProcessIdentity.of(int(file.read_text())).is_alive()
 
     return is_there

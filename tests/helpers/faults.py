@@ -38,6 +38,7 @@ class Scene:
     grace_s: float = 0.5
     limit_s: float = 20.0
     victim: int = 0
+    outlasted: bool = False  # by the victim: once the others have gone, nothing else is awaited
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,7 +121,8 @@ def play(scene: Scene) -> list[Ending]:
         try:
             for process in ranks:
                 process.start()
-            ended_s = _watch(ranks, began + scene.limit_s)
+            stays = scene.victim if scene.outlasted else None
+            ended_s = _watch(ranks, began + scene.limit_s, stays)
         finally:
             codes = [process.exitcode for process in ranks]
             for process in ranks:
@@ -189,9 +191,10 @@ def _alone(rank: int, current: ProcessIdentity) -> Callable[[], ProcessIdentity]
     return lambda: replace(current, host=f"host{rank}")
 
 
-def _watch(ranks: list[Any], end: float) -> dict[int, float]:
+def _watch(ranks: list[Any], end: float, stays: int | None) -> dict[int, float]:
     ended_s: dict[int, float] = {}
-    while len(ended_s) < len(ranks) and time.monotonic() < end:
+    awaited = set(range(len(ranks))) - {stays}
+    while awaited - ended_s.keys() and time.monotonic() < end:
         for r, process in enumerate(ranks):
             if r not in ended_s and not process.is_alive():
                 ended_s[r] = time.monotonic()

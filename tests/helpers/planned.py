@@ -205,7 +205,7 @@ packed = partial(loader, with_labels)
 
 
 def packed_and_validated() -> tuple[DataLoader, DataLoader]:
-    return packed(), packed(num=21)
+    return packed(num=21), packed(num=13)
 
 
 def quick_choice(workload: Workload, **options: Any) -> Choice:

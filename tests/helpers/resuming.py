@@ -14,6 +14,8 @@ from tests.helpers.modules import VOCABULARY, Language, Transformer, tokens
 class Everything(Language):
     """Dropout, tied weights, a metric over the epoch, and a scheduler that monitors the epoch."""
 
+    logs_all = True
+
     def __init__(self) -> None:
         super().__init__(Transformer(dropout=0.2, tied="module"))
         self.accuracy = MulticlassAccuracy(VOCABULARY)

@@ -25,7 +25,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipeswift_lightning import PipeSwiftStrategy
-from tests.helpers.modules import Language, Regression, Transformer, loader, stack, tokens, vectors
+from tests.helpers.modules import (
+    Language,
+    Regression,
+    Transformer,
+    loader,
+    logging_all,
+    stack,
+    tokens,
+    vectors,
+)
 from tests.helpers.parity import (
     Failures,
     compare,
@@ -38,7 +47,7 @@ from tests.helpers.parity import (
 
 
 def language() -> LightningModule:
-    return Language(Transformer())
+    return logging_all(Language(Transformer()))
 
 
 def regression() -> LightningModule:
@@ -172,6 +181,7 @@ class OverridesHooks(Regression):
 
 
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any]]
+ONCE: dict[str, Any] = {"max_epochs": 1}
 FLAGS: dict[str, Case] = {
     "accumulate": (language, token_loaders, {"accumulate_grad_batches": 3, "max_epochs": 3}),
     "accumulate, validate between": (
@@ -187,11 +197,11 @@ FLAGS: dict[str, Case] = {
             "callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 5})],
         },
     ),
-    "clip by norm": (language, token_loaders, {"gradient_clip_val": 0.05}),
+    "clip by norm": (regression, vector_loaders, {"gradient_clip_val": 0.05, **ONCE}),
     "clip by value": (
-        language,
-        token_loaders,
-        {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"},
+        regression,
+        vector_loaders,
+        {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value", **ONCE},
     ),
     "max steps": (regression, vector_loaders, {"max_steps": 7, "max_epochs": -1}),
     "min epochs": (
@@ -214,24 +224,28 @@ FLAGS: dict[str, Case] = {
         vector_loaders,
         {"check_val_every_n_epoch": None, "val_check_interval": 7},
     ),
-    "no validation": (regression, vector_loaders, {"limit_val_batches": 0}),
-    "sanity check": (regression, vector_loaders, {"num_sanity_val_steps": -1}),
-    "streams": (regression, streams, {"val_check_interval": 3}),
-    "several loaders": (SeveralLoaders, several_loaders, {}),
+    "no validation": (regression, vector_loaders, {"limit_val_batches": 0, **ONCE}),
+    "sanity check": (regression, vector_loaders, {"num_sanity_val_steps": -1, **ONCE}),
+    "streams": (regression, streams, {"val_check_interval": 3, **ONCE}),
+    "several loaders": (SeveralLoaders, several_loaders, ONCE),
     "reloaded": (regression, vector_loaders, {"reload_dataloaders_every_n_epochs": 1}),
-    "anomaly detection": (regression, vector_loaders, {"detect_anomaly": True}),
-    "no inference mode": (regression, vector_loaders, {"inference_mode": False}),
+    "anomaly detection": (regression, vector_loaders, {"detect_anomaly": True, **ONCE}),
+    "no inference mode": (regression, vector_loaders, {"inference_mode": False, **ONCE}),
     "groups": (
         Groups,
         vector_loaders,
         {"max_epochs": 3, "callbacks": lambda: [LearningRateMonitor()]},
     ),
-    "nothing to train at the end": (FrozenEnd, vector_loaders, {"gradient_clip_val": 0.05}),
-    "nothing to train at the start": (FrozenStart, vector_loaders, {"gradient_clip_val": 0.05}),
+    "nothing to train at the end": (FrozenEnd, vector_loaders, {"gradient_clip_val": 0.05, **ONCE}),
+    "nothing to train at the start": (
+        FrozenStart,
+        vector_loaders,
+        {"gradient_clip_val": 0.05, **ONCE},
+    ),
     "thaws later": (ThawsLater, vector_loaders, {}),
     "one cycle": (lambda: OneCycle(stack()), vector_loaders, {}),
     "own hooks": (lambda: OverridesHooks(stack()), vector_loaders, {}),
-    "timer": (regression, vector_loaders, {"callbacks": lambda: [Timer("01:00:00:00")]}),
+    "timer": (regression, vector_loaders, {"callbacks": lambda: [Timer("01:00:00:00")], **ONCE}),
 }
 
 
@@ -309,7 +323,7 @@ def _written(strategy: Any, folder: Path) -> dict[str, Any]:
         language,
         token_loaders,
         strategy,
-        max_epochs=4,
+        max_epochs=3,
         logger=[csv_logger, TensorBoardLogger(folder, name="board", version=0)],
         enable_checkpointing=True,
         callbacks=lambda: [kept, LearningRateMonitor()],
@@ -363,7 +377,7 @@ def test_progress_bars_show_the_same(bar: Any) -> None:
     def shown(strategy: Any) -> list[dict[str, Any]]:
         notes = BarText()
         trainer = make_trainer(
-            strategy, max_epochs=2, enable_progress_bar=True, callbacks=[bar(), notes]
+            strategy, max_epochs=1, enable_progress_bar=True, callbacks=[bar(), notes]
         )
         torch.manual_seed(7)
         trainer.fit(language(), *token_loaders())
@@ -383,7 +397,7 @@ def test_progress_bars_show_the_same(bar: Any) -> None:
 def test_limits_of_time_and_debugging_runs_end_all_ranks_alike() -> None:
     for options in (
         {"fast_dev_run": 2},
-        {"max_time": {"seconds": 2}, "max_epochs": -1},
+        {"max_time": {"seconds": 1}, "max_epochs": -1},
         {"barebones": False, "max_epochs": 1, "profiler": "simple"},
     ):
         outcome = fit(regression, vector_loaders, PipeSwiftStrategy(micro_batches=2), **options)

@@ -76,8 +76,9 @@ def _check(stages: int, left_out: set[str]) -> None:
     for name, (module, data, given) in GALLERY.items():
         if name in left_out:
             continue
-        options: dict[str, Any] = {"max_epochs": 2, **given}
-        loss = "per_sample" if stages == 2 else "auto"
+        length = {"max_epochs": 1} if stages == 2 else {"max_epochs": 2, "max_steps": 7}
+        options: dict[str, Any] = {**length, **given}
+        loss = "per_sample" if stages == 2 else "auto"  # which is found in the first steps
         network = options.pop("network", None)
         strategy = {"micro_batches": 3, "network": network, "loss": loss}
         want = plain(module, data, **options)

@@ -17,6 +17,7 @@ from tests.helpers import huggingface as hf
 from tests.helpers.parity import Failures, Outcome, compare, differences, fit, on_rank_zero, plain
 
 EPOCHS = 2  # of 4 batches
+LENGTH: dict[str, Any] = {"max_epochs": EPOCHS, "max_steps": 5}
 
 
 def _module(name: str) -> Callable[[], LightningModule]:
@@ -32,12 +33,12 @@ def _check(cases: Mapping[str, Mapping[str, Any]]) -> None:
     failures = Failures()
     for name, options in cases.items():
         module, loaders = _module(name), hf.ALL[name][1]
-        want = plain(module, loaders, max_epochs=EPOCHS)
+        want = plain(module, loaders, **LENGTH)
         strategy = {"micro_batches": 3, **options}
-        compare(failures, name, module, loaders, strategy, want, max_epochs=EPOCHS)
+        compare(failures, name, module, loaders, strategy, want, **LENGTH)
     module = lambda: hf.LossOutside(hf.causal("Llama", attn_implementation="eager"))  # noqa: E731
-    want = plain(module, hf.text_loaders, max_epochs=EPOCHS)
-    compare(failures, "outside", module, hf.text_loaders, {}, want, max_epochs=EPOCHS)
+    want = plain(module, hf.text_loaders, **LENGTH)
+    compare(failures, "outside", module, hf.text_loaders, {}, want, **LENGTH)
     failures.check()
 
 
@@ -53,6 +54,7 @@ def test_models_on_two_stages() -> None:
             "BERT, masked": {},
             "ViT": {"loss": "per_sample"},
             "LoRA, last layer": {},
+            "LoRA, first layer": {},
         }
     )
 
@@ -65,7 +67,7 @@ FAMILIES = ("Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Llama, eager", "Qwe
 def test_every_family_on_two_stages() -> None:
     failures = Failures()
     strategy = {"micro_batches": 3, "loss": "per_sample", "loss_weight": "tokens"}
-    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 3, "limit_val_batches": 1}
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
     for name in FAMILIES:
         module, loaders = _module(name), hf.ALL[name][1]
         want = plain(module, loaders, **options)
@@ -77,7 +79,7 @@ def test_every_family_on_two_stages() -> None:
 @pytest.mark.world_size(2, deadline_s=120)
 def test_whole_steps_run_any_model_on_two_stages() -> None:
     failures = Failures()
-    options: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1}
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1}
     for name in ("Llama, tied", "BERT, masked", "ViT"):
         module, loaders = _module(name), hf.ALL[name][1]
         want = plain(module, loaders, **options)
@@ -91,9 +93,9 @@ def test_models_on_one_stage() -> None:
     failures = Failures()
     for name, loss in (("GPT-2", "auto"), ("ViT", "auto"), ("Gemma3", "transparent")):
         module, loaders = _module(name), hf.ALL[name][1]
-        want = plain(module, loaders, max_epochs=EPOCHS)
+        want = plain(module, loaders, **LENGTH)
         strategy = {"micro_batches": 3, "loss": loss}
-        compare(failures, name, module, loaders, strategy, want, max_epochs=EPOCHS)
+        compare(failures, name, module, loaders, strategy, want, **LENGTH)
     failures.check()
 
 
@@ -101,10 +103,9 @@ def test_models_on_one_stage() -> None:
 @pytest.mark.world_size(4, deadline_s=180)
 def test_vision_and_language_in_one_pipeline_of_four_stages() -> None:
     failures = Failures()
-    for name in ("Qwen3VL", "LoRA, first layer"):
-        module, loaders = _module(name), hf.ALL[name][1]
-        want = plain(module, loaders, max_epochs=EPOCHS)
-        compare(failures, name, module, loaders, {"micro_batches": 4}, want, max_epochs=EPOCHS)
+    module, loaders = _module("Qwen3VL"), hf.ALL["Qwen3VL"][1]
+    want = plain(module, loaders, **LENGTH)
+    compare(failures, "Qwen3VL", module, loaders, {"micro_batches": 4}, want, **LENGTH)
     failures.check()
 
 

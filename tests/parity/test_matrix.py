@@ -20,6 +20,7 @@ from tests.helpers.modules import (
     Regression,
     Transformer,
     loaders,
+    logging_all,
     stack,
     tokens,
     vectors,
@@ -27,8 +28,8 @@ from tests.helpers.modules import (
 from tests.helpers.parity import Failures, Outcome, compare, differences, fit, plain
 
 STYLES: dict[str, tuple[Callable[[], LightningModule], Callable[[], Any]]] = {
-    "sequential": (lambda: Regression(stack()), loaders(vectors)),
-    "blocks": (lambda: Language(Transformer()), loaders(tokens)),
+    "sequential": (lambda: logging_all(Regression(stack())), loaders(vectors)),
+    "blocks": (lambda: logging_all(Language(Transformer())), loaders(tokens)),
     "hook": (lambda: Language(HookedTransformer()), loaders(tokens)),
     "chain": (lambda: Language(ChainedTransformer()), loaders(tokens)),
 }
@@ -40,7 +41,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 # A batch of 8, and of 5 at the end of an epoch: equal, not divisible, and named one by one.
 SPLITS: dict[str, Any] = {"equal": 4, "uneven": 3, "sizes": [1, 4, 3]}
-LENGTH: dict[str, Any] = {"max_epochs": 4, "max_steps": 16}  # of 5 batches an epoch
+LENGTH: dict[str, Any] = {"max_epochs": 2}  # of 5 batches
 
 
 def combinations() -> Iterator[tuple[str, str, str]]:
@@ -54,6 +55,8 @@ def _against_plain(stages: int) -> None:
     failures = Failures()
     wanted = {n: plain(*style, **LENGTH) for n, style in STYLES.items()}
     for style, schedule, split in combinations():
+        if stages == 1 and schedule != "1f1b":  # one stage does the same under each
+            continue
         strategy = {**SCHEDULES[schedule], "micro_batches": SPLITS[split], "stages": stages}
         name = f"{style}, {schedule}, {split}, {stages} stages"
         compare(failures, name, *STYLES[style], strategy, wanted[style], **LENGTH)
@@ -103,7 +106,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-DP_EPOCHS = 6  # of batches of 8, 8 and 3 on each replica: 18 steps
+DP_EPOCHS = 3  # of batches of 8, 8 and 3 on each replica
 
 
 def _against_ddp(folder: Path, stages: int, names: set[str]) -> None:

@@ -62,7 +62,7 @@ TRAINING: dict[str, Case] = {
     "frozen start": (lambda: Frozen(Transformer(), 1), loaders(tokens), {}),
     "frozen stages": (lambda: Frozen(Transformer(), 3), loaders(tokens), {}),
     "parameter groups": (lambda: Grouped(Transformer(tied="module")), loaders(tokens), {}),
-    "accumulation": (*TIED, {"accumulate_grad_batches": 3, "max_epochs": 4}),
+    "accumulation": (*TIED, {"accumulate_grad_batches": 3, "max_epochs": 2}),
     "clip by norm": (*TIED, {"gradient_clip_val": 0.05}),
     "clip by value": (
         *TIED,
@@ -70,12 +70,16 @@ TRAINING: dict[str, Case] = {
     ),
     "clip and accumulate": (
         *NETWORKS["tied modules"][:2],
-        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 3},
+        {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2, "max_epochs": 2},
     ),
     "shuffled, clipped": (
         NETWORKS["tied by use"][0],
         loaders(tokens, shuffle=True),
-        {"gradient_clip_val": 0.05, "seed": partial(seed_everything, 5, verbose=False)},
+        {
+            "max_epochs": 2,
+            "gradient_clip_val": 0.05,
+            "seed": partial(seed_everything, 5, verbose=False),
+        },
     ),
     "clip, frozen": (lambda: Frozen(Transformer(), 3), loaders(tokens), {"gradient_clip_val": 0.1}),
 }
@@ -85,7 +89,8 @@ ON_MIDDLE_STAGES = ["frozen stages", "parameter groups", "clip and accumulate", 
 def _check(cases: dict[str, Case], stages: int) -> None:
     failures = Failures()
     for name, (module, data, options) in cases.items():
-        options = {"max_epochs": 2, **options}
+        length = {"max_epochs": 1} if stages == 2 else {"max_epochs": 2, "max_steps": 7}
+        options = {**length, **options}
         want = plain(module, data, **options)
         loss = "per_sample" if stages == 2 else "auto"
         strategy = {"stages": stages, "micro_batches": 3, "loss": loss}
@@ -126,7 +131,7 @@ REPLICATED = ["accumulation", "clip by norm", "clip and accumulate", "shuffled, 
 
 
 def _options(name: str) -> dict[str, Any]:
-    return {"max_epochs": 4, **TRAINING[name][2]}
+    return {"max_epochs": 2, **TRAINING[name][2]}
 
 
 def _ddp(folder: Path) -> None:

@@ -39,34 +39,35 @@ from tests.helpers.planned import (
     translation,
 )
 
-tokens = partial(loader, token_rows)
+few_packed = partial(packed, num=21)
+padded, tokens = partial(loader, num=21), partial(loader, token_rows, num=21)
 BY_TOKENS = {"loss": "per_sample", "loss_weight": "tokens"}
 NOW = {"loss": "per_sample"}
 
 Case = tuple[Callable[[], LightningModule], Callable[[], Any], dict[str, Any], dict[str, Any]]
 CASES: dict[str, Case] = {
-    "found": (Padded, loader, {}, {}),
-    "from the start": (Padded, loader, NOW, {}),
-    "gpipe": (Padded, loader, {**NOW, "schedule": "gpipe"}, {}),
-    "deep": (Padded, loader, {**NOW, "schedule": "1f1b", "warm_up": 2.0}, {}),
-    "told number": (Padded, loader, {**NOW, "micro_batches": 3}, {}),
-    "told sizes": (Padded, loader, {**NOW, "micro_batches": [3, 3, 2]}, {}),
-    "uniform": (Padded, loader, {**NOW, "partition": "uniform"}, {}),
-    "told layers": (Padded, loader, {**NOW, "partition": [1, 3]}, {}),
-    "memory": (Padded, loader, {**NOW, "memory_limit": 8e3}, {}),
-    "all padding": (Padded, loader, {**NOW, "trim": False}, {}),
-    "trimming is told": (Padded, loader, {**NOW, "trim": True}, {}),
-    "padding counts": (PaddingCounts, loader, NOW, {}),
-    "sessions": (Sessions, loader, NOW, {}),
+    "found": (Padded, padded, {}, {}),
+    "from the start": (Padded, padded, NOW, {}),
+    "gpipe": (Padded, padded, {**NOW, "schedule": "gpipe"}, {}),
+    "deep": (Padded, padded, {**NOW, "schedule": "1f1b", "warm_up": 2.0}, {}),
+    "told number": (Padded, padded, {**NOW, "micro_batches": 3}, {}),
+    "told sizes": (Padded, padded, {**NOW, "micro_batches": [3, 3, 2]}, {}),
+    "uniform": (Padded, padded, {**NOW, "partition": "uniform"}, {}),
+    "told layers": (Padded, padded, {**NOW, "partition": [1, 3]}, {}),
+    "memory": (Padded, padded, {**NOW, "memory_limit": 8e3}, {}),
+    "all padding": (Padded, padded, {**NOW, "trim": False}, {}),
+    "trimming is told": (Padded, padded, {**NOW, "trim": True}, {}),
+    "padding counts": (PaddingCounts, padded, NOW, {}),
+    "sessions": (Sessions, padded, NOW, {}),
     "tokens": (Tokens, tokens, {}, {}),
     "tokens, told": (Tokens, tokens, BY_TOKENS, {}),
     "own loss": (lambda: Tokens(own_loss=True), tokens, {}, {}),
-    "packed": (Packed, packed, {}, {}),
-    "packed, told": (Packed, packed, BY_TOKENS, {}),
+    "packed": (Packed, few_packed, {}, {}),
+    "packed, told": (Packed, few_packed, BY_TOKENS, {}),
     "packed, validated": (Packed, packed_and_validated, {}, {}),
     "packed, told, validated": (Packed, packed_and_validated, BY_TOKENS, {}),
-    "accumulated": (Padded, loader, NOW, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}),
-    "returned": (Returning, loader, NOW, {}),
+    "accumulated": (Padded, padded, NOW, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "returned": (Returning, padded, NOW, {}),
 }
 
 
@@ -96,16 +97,17 @@ def test_every_kind_of_plan_equals_one_device(cost_file: Path) -> None:
     planning.choose_plan = quick_choice
     for name, case in CASES.items():
         check(failures, name, case, cost_file)
-    for seed in range(4):
+    for seed in range(2):
         planning.choose_plan = partial(random_choice, seed=seed)
         check(failures, f"random {seed}", CASES["from the start"], cost_file)
     check(failures, "random, packed", CASES["packed, told"], cost_file)
-    for name in ("from the start", "packed, told"):
+    measured = {"from the start": ["once"], "packed, told": ["once", "from the file of before"]}
+    for name, times in measured.items():
         folder = cost_file.parent / name
         module, data, options, _ = CASES[name]
-        for again in ("measured", "from the file of before"):
+        for again in times:
             case = module, data, options, {"default_root_dir": folder}
-            check(failures, f"{name}, {again}", case, "measure")
+            check(failures, f"{name}, measured {again}", case, "measure")
         assert (folder / "pipeswift_costs.json").exists()
     failures.check()
 
@@ -116,7 +118,7 @@ def test_plans_of_four_stages_and_of_replicas(cost_file: Path) -> None:
     planning.choose_plan = quick_choice
     for name in ("from the start", "packed, told"):
         check(failures, f"{name}, 4 stages", CASES[name], cost_file)
-    module, data = Padded, partial(loader, num=32)
+    module, data = Padded, partial(loader, num=24)
     strategy = {**NOW, "stages": 2}  # without costs; other tests compare that with DDP
     want = fit(module, data, PipeSwiftStrategy(**strategy), max_epochs=1)
     compare(
@@ -203,7 +205,7 @@ def test_padding_is_cut_off_in_micro_batches_of_unequal_sizes(cost_file: Path) -
     assert sum(shape[0] for shape in module.shapes[-4:]) == 8
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_any_plan_trains_as_plain_lightning_does(cost_file: Path, seed: int) -> None:
     found = []

@@ -19,7 +19,7 @@ from tests.helpers.parity import Failures, Outcome, differences, fit, on_rank_ze
 from tests.helpers.transparent import Gan
 from tests.parity.test_loss_weight import OwnLoss, Tokens, outside, rows
 
-STEPS = 12
+STEPS = 9
 
 
 class HalfPrecision(Base):
@@ -85,7 +85,9 @@ def test_all_stages_skip_the_same_steps() -> None:
     ):
         want, scales = on_rank_zero(lambda: run("auto", overflowing, frozen=frozen))  # noqa: B023
         assert scales[3:7] == [2048.0, 1024.0, 512.0, 512.0]
-        for loss in ("per_sample", "whole_batch", "transparent"):
+        # How the loss is found changes nothing of where it overflows.
+        losses = ("whole_batch", "transparent") if frozen else ("per_sample",)
+        for loss in losses:
             options = {"loss": loss}
             strategy = PipeSwiftStrategy(micro_batches=2, **options)
             got, mine = run(strategy, overflowing, frozen=frozen)

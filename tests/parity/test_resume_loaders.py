@@ -106,7 +106,7 @@ CASES = {
 
 def _run(case: Case, folder: Path, *, seed: int, **kwargs: Any) -> tuple[Outcome, list[Any]]:
     seen = case.callbacks(folder)
-    saves = TopologyCheckpoint(folder / "saves", every_n_steps=1, keep=2)
+    saves = TopologyCheckpoint(folder / "saves", every_n_steps=case.stop, keep=2)
     outcome = fit(
         case.make,
         case.data,

@@ -128,11 +128,14 @@ CASES = (
 )
 
 
+LENGTH = {"max_epochs": 2, "max_steps": 6}  # of 5 batches an epoch: the first ones tell its kind
+
+
 def _compare(strategy: Callable[[], PipeSwiftStrategy]) -> None:
     failures = []
     for case in CASES:
-        expected = plain(case.module, loaders, max_epochs=2)
-        actual = fit(case.module, loaders, strategy(), max_epochs=2)
+        expected = plain(case.module, loaders, **LENGTH)
+        actual = fit(case.module, loaders, strategy(), **LENGTH)
         failures += [f"{case.name}: {line}" for line in differences(actual, expected)]
     assert not failures, "\n".join(failures)
 

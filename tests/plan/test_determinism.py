@@ -10,9 +10,12 @@ from pipeswift_lightning.plan.bottleneck import StageProblem
 from pipeswift_lightning.plan.costs import StepCosts
 from pipeswift_lightning.plan.evaluator import evaluator_for
 from pipeswift_lightning.plan.joint_partition import StepShape, simulated_partition
+from pipeswift_lightning.plan.microbatches import MicroBatches
 from pipeswift_lightning.plan.orders import find_order
 from pipeswift_lightning.plan.orders.warm_up import find_order_and_warm_up
 from pipeswift_lightning.plan.packing import StageRates, pack
+from pipeswift_lightning.plan.partition import Partition
+from pipeswift_lightning.plan.planner import make_plan
 
 PACKAGE = Path(__file__).parents[2] / "src" / "pipeswift_lightning"
 
@@ -42,6 +45,7 @@ def everything() -> str:
         find_order_and_warm_up(costs[2], [6, 5, 4, 2]),
         pack(random.lognormal(size=30), evaluator_for("1f1b", 3, 8), rates, evaluations=3000),
         simulated_partition(problem, evaluator_for("1f1b", 6, 4), StepShape(scales=(1, 2, 3, 1))),
+        make_plan(partition=Partition((0, 3), 5), micro_batches=MicroBatches((2, 2, 2, 1))).digest,
     ]
     return "\n".join(map(repr, found))
 

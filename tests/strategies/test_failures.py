@@ -47,8 +47,10 @@ def check_raise(scenario: Scenario, direction: str, *, micro_batch: bool = True)
     assert f"pipeswift: on {where.removesuffix(' failed')}, {direction}" in own.said
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize(("fault", "direction"), [("forward", "Forward"), ("backward", "Backward")])
+@pytest.mark.parametrize(
+    ("fault", "direction", "rank"),
+    [("forward", "Forward", 0), ("forward", "Forward", 3), ("backward", "Backward", 0)],
+)
 def test_an_exception_in_a_layer(fault: str, direction: str, rank: int) -> None:
     check_raise(Scenario(fault=fault, rank=rank, micro_batch=2), direction)
 
@@ -73,11 +75,9 @@ def test_an_exception_in_the_optimizer() -> None:
     check_raise(Scenario(fault="optimizer", rank=1), "between steps", micro_batch=False)
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("eval_forward", 1), ("validation_step", 3)])
+@pytest.mark.parametrize(("fault", "rank"), [("eval_forward", 0), ("validation_step", 1)])
 def test_an_exception_in_validation(fault: str, rank: int) -> None:
-    scenario = Scenario(
-        fault=fault, rank=rank, step=0, trainer=VALIDATING, options={"micro_batches": 4}
-    )
+    scenario = Scenario(fault=fault, rank=rank, step=0, devices=2, trainer=VALIDATING)
     endings = perform(scenario)
     check_others(
         scenario, endings, f"rank {rank} (stage {rank}", "ValueError: the user's own error"
@@ -87,10 +87,10 @@ def test_an_exception_in_validation(fault: str, rank: int) -> None:
 @pytest.mark.parametrize("fault", ["between", "loader", "setup"])
 def test_an_exception_on_one_rank_outside_a_step(fault: str) -> None:
     """In a callback, in the dataset, in a set-up hook: the others are in a collective by then."""
-    scenario = Scenario(fault=fault, rank=2)
+    scenario = Scenario(fault=fault, rank=1, devices=2)
     endings = perform(scenario)
-    check_others(scenario, endings, "rank 2 (stage 2) failed: ValueError: the user's own error")
-    assert endings[2].code == 1
+    check_others(scenario, endings, "rank 1 (stage 1) failed: ValueError: the user's own error")
+    assert endings[1].code == 1
 
 
 def test_an_exception_in_one_of_two_pipelines() -> None:
@@ -113,8 +113,13 @@ def test_an_interrupt_is_no_error_to_mend() -> None:
     assert endings[2].code == 1
 
 
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize(("fault", "direction"), [("forward", "Forward"), ("backward", "Backward")])
+@pytest.mark.parametrize(
+    ("fault", "direction", "rank"),
+    [
+        *(("forward", "Forward", rank) for rank in (0, 1, 3)),
+        *(("backward", "Backward", rank) for rank in (0, 2)),
+    ],
+)
 def test_a_rank_is_killed_in_a_step(fault: str, direction: str, rank: int) -> None:
     """Named to the micro-batch, though it strikes at once: no stamp in the store is that fresh."""
     scenario = Scenario(fault=fault, action="kill", rank=rank, micro_batch=3 - rank)

@@ -24,7 +24,8 @@ def check(code: int | None, endings: list[Ending]) -> None:
 
 
 def test_an_exception_in_a_child() -> None:
-    code, endings = launch(Scenario(fault="forward", rank=1, devices=2))
+    scenario = Scenario(fault="forward", rank=1, devices=2)
+    code, endings = launch(scenario, launcher=(sys.executable,))  # all of it as a user has it
     check(code, endings)
     assert code == 1
     assert "rank 1 (stage 1, micro-batch 1) failed: ValueError" in endings[0].said

@@ -4,15 +4,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import TCPStore
 
+from tests.helpers.scripts import started
+
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {
-    **os.environ,
+VARIABLES = {
     "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     "OMP_NUM_THREADS": "1",
 }
@@ -70,7 +72,7 @@ def results(said: str) -> list[str]:
 def completed(command: list[str], **kwargs: object) -> str:
     done = subprocess.run(  # type: ignore[call-overload]
         command,
-        env=ENVIRONMENT,
+        env={**os.environ, **VARIABLES},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -82,10 +84,43 @@ def completed(command: list[str], **kwargs: object) -> str:
     return str(done.stdout)
 
 
+def run(
+    scripts: list[Path],
+    folder: Path,
+    arguments: Sequence[str] = (),
+    variables: Callable[[int], dict[str, str]] = lambda _: {},
+) -> list[str]:
+    """Run each script in a process of its own, at the same time; return what they say."""
+    said = [folder / f"said{r}" for r in range(len(scripts))]
+    processes = [
+        started(
+            script,
+            *arguments,
+            said=said[r],
+            folder=folder,
+            environment={**VARIABLES, **variables(r)},
+        )
+        for r, script in enumerate(scripts)
+    ]
+    try:
+        for process in processes:
+            process.join(LIMIT_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    texts = [file.read_text() for file in said]
+    assert [process.exitcode for process in processes] == [0] * len(scripts), texts
+    return texts
+
+
 @pytest.fixture(scope="module")
-def alone() -> str:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What one device comes to, in plain Lightning."""
-    (found,) = results(completed([sys.executable, "-c", MODULE + fitting("auto", 1)]))
+    folder = tmp_path_factory.mktemp("alone")
+    script = folder / "train.py"
+    script.write_text(MODULE + fitting("auto", 1))
+    (found,) = results(*run([script], folder))
     return found.partition(": ")[2]
 
 
@@ -128,7 +163,7 @@ trainer:
       warm_up: null
 """
     )
-    said = completed([sys.executable, str(script), "fit", "--config", str(config)])
+    (said,) = run([script], tmp_path, ["fit", "--config", str(config)])
     assert results(said) == [f"rank 0 of 2: {alone}", f"rank 1 of 2: {alone}"]
 
 
@@ -165,24 +200,13 @@ def under_slurm(code: str, folder: Path) -> list[str]:
         "MASTER_PORT": str(port),
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**ENVIRONMENT, **tasks, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)},
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    return said
+    script = folder / "train.py"
+    script.write_text(code)
+    return run(
+        [script] * 2,
+        folder,
+        variables=lambda r: {**tasks, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)},
+    )
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -48,10 +49,9 @@ _OWN = (  # of Hydra's values a job's ranks have their own, and no sweep
 
 
 def in_hydra_job() -> bool:
-    """Whether this process runs a Hydra job."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return HydraConfig.initialized()
+    """Whether this process runs a Hydra job. One that does has loaded Hydra; others need not."""
+    loaded: Any = sys.modules.get("hydra.core.hydra_config")
+    return loaded is not None and bool(loaded.HydraConfig.initialized())
 
 
 def mark_hydra_job() -> None:
@@ -88,20 +88,20 @@ def _this_job() -> str:
 
 def job_facts() -> dict[str, str]:
     """Return what was overridden in this process's Hydra job, by key; nothing outside of Hydra."""
-    from hydra.core.hydra_config import HydraConfig
-
     if not in_hydra_job():
         return {}
+    from hydra.core.hydra_config import HydraConfig
+
     pairs = (override.partition("=") for override in HydraConfig.get().overrides.task)
     return {f"override {key}": value for key, _, value in pairs}
 
 
 def sweep_of_this_job() -> str | None:
     """Return the name of the sweep's folder; None outside of a sweep. Alike on all ranks."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
     if in_hydra_job():
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
         job = HydraConfig.get()
         if job.mode == RunMode.MULTIRUN:
             return Path(job.sweep.dir).name
