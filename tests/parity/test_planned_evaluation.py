@@ -11,10 +11,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.strategies import planning
 from pipeswift_lightning.strategies.likeness import unlike
+from tests.helpers.modules import VOCABULARY
 from tests.helpers.networks import MaskedTransformer, Padded
 from tests.helpers.parity import (
     TOLERANCE,
@@ -84,6 +86,20 @@ class Shortened(MaskedTransformer):
         return super().forward(ids, mask)[:, :-1]
 
 
+class Called(Padded):
+    """Calls a metric, whose state the first look changes on values without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"average": "micro", "ignore_index": 0, "sync_on_compute": False}
+        self.hits = MulticlassAccuracy(VOCABULARY, **options)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        logits = self.model(batch["ids"], mask=batch["mask"])
+        self.hits(logits.transpose(1, 2), batch["ids"])
+        self.log("val/hits", self.hits)
+
+
 class Guessing(Padded):
     """Predicts the logits of all positions, or the best guess of each token."""
 
@@ -117,6 +133,7 @@ VALIDATED: dict[str, tuple[Callable[[], LightningModule], Any, bool]] = {
     "masked, shortest first": (Padded, loader, True),
     "padding counts": (PaddingCounts, loader, False),
     "a metric of tokens": (partial(Metrics, masked=True), loader, True),
+    "a metric that is called": (Called, loader, True),
     "a metric of all positions": (partial(Metrics, masked=False), loader, False),
     "one width": (FixedWidth, partial(loader, pad_to_widest), False),
     "own loss": (partial(Validated, own_loss=True), partial(loader, token_rows), True),

@@ -48,6 +48,7 @@ class SharedMetrics:
         self._device = device
         self._progress = progress
         self._in_step = in_step
+        self._looks = 0
         self._saved: list[tuple[Metric, Any, Any, Any]] = []
 
     def open(self) -> None:
@@ -73,7 +74,11 @@ class SharedMetrics:
 
     @contextmanager
     def untouched(self) -> Iterator[Callable[[], list[Any]]]:
-        """Undo what a block does to the metrics; tells, within it, what it has done so far."""
+        """Undo what a block does to the metrics; tells, within it, what it has done so far.
+
+        Within it ``compute`` stays local: a step that is only looked at may end on one rank before
+        it comes there, or fail on values without data.
+        """
         saved = [
             (m, {name: _copied(getattr(m, name)) for name in m._defaults}, _counters(m))
             for m in self._metrics
@@ -87,9 +92,11 @@ class SharedMetrics:
                 for change in _changes(state, getattr(metric, name))
             ]
 
+        self._looks += 1
         try:
             yield changes
         finally:
+            self._looks -= 1
             for metric, states, (count, cached, computed) in saved:
                 for name, state in states.items():
                     setattr(metric, name, state)
@@ -98,7 +105,7 @@ class SharedMetrics:
                 metric._computed = computed
 
     def _compute(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._in_step():
+        if self._looks or self._in_step():
             return original(*args, **kwargs)
         mesh, place = self._groups.mesh, self._groups.coordinate
         last = place.stage == mesh.num_stages - 1
