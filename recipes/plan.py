@@ -37,14 +37,11 @@ def main(cfg: DictConfig) -> float:
     model = settings["mock_costs"]
     if settings["costs"] is not None:
         model = CostModel.from_json(Path(settings["costs"]).read_text())
-    lengths = settings["lengths"] or settings["mock_lengths"]
+    lengths = settings["mock_lengths"] if settings["lengths"] is None else settings["lengths"]
     link = settings["link"] or model.link or settings["mock_link"]
     workload = settings["workload"](model=model, lengths=lengths, link=link)
-    choice = choose_plan(
-        workload,
-        num_micro_batches=settings["micro_batches"],
-        schedules=settings["schedules"],
-    )
+    numbers, schedules = settings["micro_batches"], settings["schedules"]
+    choice = choose_plan(workload, num_micro_batches=numbers, schedules=schedules)
     timelines = choice_timelines(choice, workload)
     print(describe_choice(choice, workload))
     print(f"\n{draw_together(timelines, width=settings['width'])}")

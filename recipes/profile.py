@@ -14,7 +14,7 @@ Prints a table and the error on shapes that the fit has not seen. Writes ``profi
 
 import sys
 import sysconfig
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import hydra
@@ -25,36 +25,10 @@ from omegaconf import DictConfig
 def main(cfg: DictConfig) -> float:
     """Measure, and return the relative error, which a sweep compares."""
     # Here, since whatever the other recipes load may ask for this file by mistake; see below.
+    from pipeswift_lightning.jobs.profiling import profile
     from pipeswift_lightning.jobs.refusal import refusing
 
-    return refusing("profile")(measure)(cfg)
-
-
-def measure(cfg: DictConfig) -> float:
-    """Measure a module, write its profile and print it."""
-    from hydra.utils import instantiate
-    from lightning.pytorch import seed_everything
-    from rich.console import Console
-
-    from pipeswift_lightning.drawing.profile_bar import profile_bar
-    from pipeswift_lightning.drawing.profile_png import profile_png
-    from pipeswift_lightning.drawing.profile_table import profile_tables
-    from pipeswift_lightning.runtime.profiler import write_profile
-    from pipeswift_lightning.strategies.module_profile import profile_module
-
-    seed_everything(cfg.seed, workers=True)
-    module, data = instantiate(cfg.model), instantiate(cfg.data)
-    trainer = instantiate(cfg.trainer, devices=1, num_nodes=1, logger=False)
-    with profile_bar() as tell:
-        wanted = instantiate(cfg.profile, _convert_="all")
-        profile = profile_module(module, data, trainer, tell=tell, **wanted)
-    folder = Path(cfg.paths.output_dir)
-    write_profile(profile, folder / "profile.json")
-    Console().print(profile_tables(profile))
-    if find_spec("matplotlib") is not None:
-        (folder / "profile.png").write_bytes(profile_png(profile))
-    print(f"written to {folder}")
-    return profile.relative_error
+    return refusing("profile")(profile)(cfg)
 
 
 if __name__ == "__main__":

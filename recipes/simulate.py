@@ -41,13 +41,8 @@ def main(cfg: DictConfig) -> float:
     if settings["costs"] is not None:
         text, shape = Path(settings["costs"]).read_text(), (settings["samples"], settings["length"])
         costs = read_step_costs(text, *size, shape=shape)
-    timelines = schedule_timelines(
-        costs,
-        settings["schedules"],
-        order=settings["order"],
-        link=settings["link"],
-        overlap=settings["overlap"],
-    )
+    how = {name: settings[name] for name in ("order", "link", "overlap")}
+    timelines = schedule_timelines(costs, settings["schedules"], **how)
     print(draw_together(timelines, width=settings["width"]))
     folder = Path(settings["paths"]["output_dir"])
     panels = [Panel(name, timeline) for name, timeline in timelines.items()]

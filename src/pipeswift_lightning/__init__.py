@@ -6,8 +6,9 @@ looks anywhere else for it.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from pipeswift_lightning.runtime.packed import pack_samples
 from pipeswift_lightning.strategies.pipeswift import PipeSwiftStrategy
 
-__all__ = ["PipeSwiftStrategy"]
+__all__ = ["PipeSwiftStrategy", "pack_samples"]
 
 PipeSwiftStrategy.register_strategies(StrategyRegistry)

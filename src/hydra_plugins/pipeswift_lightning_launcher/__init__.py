@@ -18,10 +18,14 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 from typing_extensions import override
 
-__all__ = ["IsolatedLauncher"]
+__all__ = ["IsolatedLauncher", "JobFailedError"]
 
 log = logging.getLogger(__name__)
 _TERMINATE_S = 30.0
+
+
+class JobFailedError(CompactHydraException):
+    """A job of a sweep has failed; its own output says how."""
 
 
 class IsolatedLauncher(Launcher):
@@ -102,7 +106,7 @@ class IsolatedLauncher(Launcher):
             answer.status, answer._return_value = JobStatus.COMPLETED, result.value
         else:
             why = "it left no job_result.json" if result is None else result.error
-            answer._return_value = CompactHydraException(f"job #{number} ({shown}) failed: {why}")
+            answer._return_value = JobFailedError(f"job #{number} ({shown}) failed: {why}")
             log.error(f"#{number} failed: {why}. Its files are in {folder}")
         return answer
 

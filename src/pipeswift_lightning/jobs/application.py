@@ -22,6 +22,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hydra_plugins.pipeswift_lightning_launcher import JobFailedError
 from hydra_plugins.pipeswift_lightning_searchpath import conf_folder
 from pipeswift_lightning.jobs.refusal import Refusal
 from pipeswift_lightning.strategies.hydra_job import SWEEP_PID_VARIABLE, recorded_application
@@ -62,7 +63,8 @@ def application(config_name: str = "train") -> Iterator[None]:
     except CompactHydraException as error:
         if before == "1":
             raise
-        _end(explain(error, sys.argv[1:], config_name))
+        failed = isinstance(error, JobFailedError)  # a job, not the command line
+        _end(explain(error, sys.argv[1:], config_name), code=1 if failed else 2)
     finally:
         if before is None:
             os.environ.pop(_FULL, None)
@@ -70,9 +72,9 @@ def application(config_name: str = "train") -> Iterator[None]:
             os.environ[_FULL] = before
 
 
-def _end(line: str) -> NoReturn:
+def _end(line: str, *, code: int = 2) -> NoReturn:
     sys.stderr.write(f"error: {line}\n")
-    sys.exit(2)
+    sys.exit(code)
 
 
 def _follow_the_sweep() -> None:

@@ -148,7 +148,8 @@ def measured_costs(
             return call.bound(module, batch)()
 
     path = cost_path(module.trainer)
-    settings = {"hook": call.hook, "precision": str(module.trainer.precision)}
+    # Not the hook: layers cost alike in a sanity check, in training and in prediction.
+    settings = {"precision": str(module.trainer.precision)}
     options = ProfileOptions(settings=settings)
     origin = origin_of(module, network.layers, device, settings)
     found: CostProfile | None = read_profile(path, origin)
