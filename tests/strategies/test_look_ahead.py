@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.runtime.peekable import Peekable
 from pipeswift_lightning.strategies import planning
+from tests.helpers.distributed import fork_server
 from tests.helpers.networks import Padded, Ragged, pad
 from tests.helpers.parity import TOLERANCE, lone_trainer
 from tests.helpers.planned import costs, quick_choice
@@ -75,6 +76,8 @@ def planned(folder: Path) -> PipeSwiftStrategy:
 
 def rows(data: Any = None, **options: Any) -> DataLoader:
     data = data or Ragged(40)
+    if options.get("num_workers"):  # a fork of this process, with its threads, may die
+        options["multiprocessing_context"] = fork_server()
     return DataLoader(data, batch_size=8, collate_fn=pad, **options)
 
 

@@ -25,7 +25,13 @@ _TERMINATE_S = 30.0
 
 
 class JobFailedError(CompactHydraException):
-    """A job of a sweep has failed; its own output says how."""
+    """A job of a sweep has failed; its own output says how.
+
+    Attributes:
+        exit_code: Of the sweep. Hydra loads plugins anew, so their classes cannot be told apart.
+    """
+
+    exit_code = 1
 
 
 class IsolatedLauncher(Launcher):

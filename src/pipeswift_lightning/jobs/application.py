@@ -22,7 +22,6 @@ from hydra.errors import (
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hydra_plugins.pipeswift_lightning_launcher import JobFailedError
 from hydra_plugins.pipeswift_lightning_searchpath import conf_folder
 from pipeswift_lightning.jobs.refusal import Refusal
 from pipeswift_lightning.strategies.hydra_job import SWEEP_PID_VARIABLE, recorded_application
@@ -63,8 +62,8 @@ def application(config_name: str = "train") -> Iterator[None]:
     except CompactHydraException as error:
         if before == "1":
             raise
-        failed = isinstance(error, JobFailedError)  # a job, not the command line
-        _end(explain(error, sys.argv[1:], config_name), code=1 if failed else 2)
+        code = getattr(error, "exit_code", 2)  # the launcher's, if a job has failed
+        _end(explain(error, sys.argv[1:], config_name), code=code)
     finally:
         if before is None:
             os.environ.pop(_FULL, None)
