@@ -147,16 +147,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _become(rank: int, port: int, text: str) -> None:
-    """Be one rank: the variables are those that Lightning's launcher sets."""
-    scenario = Scenario.from_json(text)
+def become_launched(rank: int, port: int, devices: int) -> None:
+    """Let this process be one rank: the variables are those that Lightning's launcher sets."""
     os.environ.update(
         LOCAL_RANK=str(rank),
         NODE_RANK="0",
-        WORLD_SIZE=str(scenario.devices),
+        WORLD_SIZE=str(devices),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def _become(rank: int, port: int, text: str) -> None:
+    scenario = Scenario.from_json(text)
+    become_launched(rank, port, scenario.devices)
     said = (Path(scenario.folder) / f"stderr{rank}").open("wb", buffering=0)
     os.dup2(said.fileno(), 2)
     os.dup2(said.fileno(), 1)

@@ -29,7 +29,7 @@ from pipeswift_lightning.strategies.argument import (
     TEXT,
     Argument,
     checked,
-    is_number,
+    is_positive,
 )
 from pipeswift_lightning.strategies.logged_facts import log_facts
 
@@ -44,9 +44,9 @@ _ARGUMENTS = {
     "monitor": TEXT.or_none("no metric"),
     "dirpath": PATH.or_none("the trainer's log_dir"),
     "every_n_steps": COUNT,
-    "peak_flops": Argument(
-        "a number above 0", "peak_flops=312e12, say", lambda value: is_number(value) and value > 0
-    ).or_none("what is known of the GPU"),
+    "peak_flops": Argument("a number above 0", "peak_flops=312e12, say", is_positive).or_none(
+        "what is known of the GPU"
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from pipeswift_lightning.strategies.argument import (
     PATH,
     Argument,
     checked,
-    is_number,
+    is_positive,
 )
 
 __all__ = ["SAVE_NOW", "TopologyCheckpoint", "require_own_signals"]
@@ -36,9 +36,9 @@ _DEADLY = {
 _ARGUMENTS = {
     "dirpath": PATH,
     "every_n_steps": COUNT.or_none("none"),
-    "every_minutes": Argument(
-        "a number above 0", "every_minutes=10, say", lambda value: is_number(value) and value > 0
-    ).or_none("none"),
+    "every_minutes": Argument("a number above 0", "every_minutes=10, say", is_positive).or_none(
+        "none"
+    ),
     "keep": COUNT.or_none("all of them"),
     "asynchronous": FLAG,
     "signals": Argument(

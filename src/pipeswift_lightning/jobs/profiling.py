@@ -24,11 +24,11 @@ def profile(cfg: DictConfig) -> float:
     trainer = instantiate(cfg.trainer, devices=1, num_nodes=1, logger=False)
     with profile_bar() as tell:
         wanted = instantiate(cfg.profile, _convert_="all")
-        profile = profile_module(module, data, trainer, tell=tell, **wanted)
+        measured = profile_module(module, data, trainer, tell=tell, **wanted)
     folder = Path(cfg.paths.output_dir)
-    write_profile(profile, folder / "profile.json")
-    Console().print(profile_tables(profile))
+    write_profile(measured, folder / "profile.json")
+    Console().print(profile_tables(measured))
     if find_spec("matplotlib") is not None:
-        (folder / "profile.png").write_bytes(profile_png(profile))
+        (folder / "profile.png").write_bytes(profile_png(measured))
     Console().print(f"written to {folder}", soft_wrap=True)
-    return profile.relative_error
+    return measured.relative_error

@@ -18,6 +18,7 @@ from pipeswift_lightning.strategies.argument import (
     is_count,
     is_number,
     is_path,
+    is_positive,
     list_of,
     one_of,
 )
@@ -27,10 +28,6 @@ __all__ = ["SETTINGS", "SettingError", "check_settings"]
 
 class SettingError(ValueError):
     """A value of a recipe's configuration does not make sense."""
-
-
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
 
 
 def _is_seconds(value: Any) -> bool:
@@ -65,12 +62,12 @@ def _is_drawn(value: Any) -> bool:
 
 
 _SECONDS = Argument("a number of seconds, 0 or more", "{name}=0.001, say", _is_seconds)
-_ABOVE_ZERO = Argument("a number above 0", "{name}=1.0, say", _is_positive)
+_ABOVE_ZERO = Argument("a number above 0", "{name}=1.0, say", is_positive)
 _COUNTS = Argument(
     "a list of whole numbers, 1 or more each", "{name}=[1,2,4], say", list_of(is_count)
 )
 _OF_STAGES = Argument(
-    "a list with a number above 0 for each stage", "{name}=[1.0,2.0], say", list_of(_is_positive)
+    "a list with a number above 0 for each stage", "{name}=[1.0,2.0], say", list_of(is_positive)
 )
 _COSTS = Argument(
     "a file that is there", "costs=profile.json, as recipes/profile.py writes it", _is_file

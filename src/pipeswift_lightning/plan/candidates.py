@@ -81,7 +81,7 @@ class Candidate:
     def timeline(self, workload: Workload) -> Timeline:
         """Return the predicted timeline."""
         m = len(self.formation.samples)
-        schedule = build_schedule(self.schedule_name, workload.num_stages, m, warm_up=self.warm_up)
+        schedule = _schedule(self.schedule_name, workload.num_stages, m, self.warm_up)
         return simulate(schedule, self.costs, link=workload.link, overlap=workload.overlap)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "is_count",
     "is_number",
     "is_path",
+    "is_positive",
     "list_of",
     "one_of",
 ]
@@ -87,6 +88,11 @@ def is_count(value: Any, least: int = 1) -> bool:
 def is_number(value: Any) -> bool:
     """Whether it is a number, and not nan; ``True`` is none."""
     return not isinstance(value, bool) and isinstance(value, Real) and not math.isnan(value)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a number above 0."""
+    return is_number(value) and value > 0
 
 
 def is_path(value: Any) -> bool:

@@ -42,17 +42,15 @@ class Known:
 
     def key(self, call: StepCall) -> Hashable:
         """Return what tells plans apart."""
-        evaluates = call.hook != "training_step"
         lengths = self.lengths.lengths
-        return lengths, self.layout, self.free, self.sessions, call.sizes, evaluates
+        return lengths, self.layout, self.free, self.sessions, call.sizes, call.training
 
     def trim(self, batch: Any, samples: tuple[tuple[int, ...], ...]) -> Trim | None:
         """Return what is cut off micro-batches of these samples; None if rows differ in width."""
-        leaves = dict(tensors_by_path(batch))
-        widths = {leaves[path].shape[d] for path, dims in self.lengths.dims.items() for d in dims}
+        widths = _widths(batch, self.lengths)
         if len(widths) != 1:
             return None
-        width = int(widths.pop())
+        width = widths.pop()
         lengths = self.lengths.lengths
         kept = tuple(min(width, max(lengths[i] for i in part)) for part in samples)
         return Trim(width, kept)
@@ -118,7 +116,7 @@ class BatchLengths:
     def _known(self, call: StepCall, padding: PaddingSeen, *, trims: bool) -> Known:
         lengths = self._lengths(call, padding, trims=trims)
         free = lengths is not None and not self.splits_itself
-        if call.hook != "training_step":
+        if not call.training:
             # What evaluation returns of packed samples may have a row a token: its order stays.
             free = free and not call.packed
         lengths = lengths or _equal_lengths(call)
@@ -144,7 +142,7 @@ class BatchLengths:
         """Round lengths up to the buckets, so that few shapes occur."""
         if self._buckets is None or call.packed or not lengths.dims:
             return lengths
-        widest = _widest(call, lengths)
+        widest = max(_widths(call.batch, lengths))
         rounded = (min(widest, self._bucket(length, widest)) for length in lengths.lengths)
         return replace(lengths, lengths=tuple(rounded))
 
@@ -155,9 +153,10 @@ class BatchLengths:
         return next((b for b in self._buckets or () if b >= length), widest)
 
 
-def _widest(call: StepCall, lengths: SampleLengths) -> int:
-    leaves = dict(tensors_by_path(call.batch))
-    return max(int(leaves[path].shape[d]) for path, dims in lengths.dims.items() for d in dims)
+def _widths(batch: Any, lengths: SampleLengths) -> set[int]:
+    """Return how long the dims are that run over the tokens."""
+    leaves = dict(tensors_by_path(batch))
+    return {int(leaves[path].shape[dim]) for path, dims in lengths.dims.items() for dim in dims}
 
 
 def _layout(call: StepCall) -> Layout:

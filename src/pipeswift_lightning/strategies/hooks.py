@@ -181,8 +181,7 @@ class StepRunner:
         self, hook: StepHook, batch: Any, rest: tuple[Any, ...], precision: Precision
     ) -> StepCall:
         source, packed = batch, isinstance(batch, PackedBatch)
-        total = len(source.lengths) if packed else num_samples(batch)
-        batch = dict(batch) if packed else batch
+        batch, total = _unpacked(source)
         training = hook is StepHook.TRAINING
         plan = self._sizes(total, smaller=not training or total < self._largest_batch)
         if training:
@@ -216,10 +215,8 @@ class StepRunner:
     def _plan_ahead(self, batch: Any) -> None:
         """Plan the next batch, as it comes from its loader."""
         assert self._last is not None
-        packed = isinstance(batch, PackedBatch)
-        total = len(batch.lengths) if packed else num_samples(batch)
+        plain, total = _unpacked(batch)
         sizes = self._sizes(total, smaller=total < self._largest_batch).sizes
-        plain = dict(batch) if packed else batch
         ahead = replace(self._last, batch=plain, source=batch, sizes=sizes)
         self._planner.plan_ahead(ahead)
 
@@ -382,6 +379,13 @@ class StepRunner:
         with in_collective("waiting for the last stage's loss and logs", session.progress):
             told = announce(result, last, session.groups.pipeline, session.device)
         return tree_map_only(Tensor, lambda t: t.to(session.device), told)
+
+
+def _unpacked(source: Any) -> tuple[Any, int]:
+    """Return a batch as its step sees it, and its number of samples."""
+    if isinstance(source, PackedBatch):
+        return dict(source), len(source.lengths)
+    return source, num_samples(source)
 
 
 def _scale(precision: Precision) -> Callable[[Tensor], Tensor]:

@@ -42,7 +42,6 @@ class LookAhead:
     def __init__(self, prepare: Callable[[Any], None]) -> None:
         self._prepare = prepare
         self._thread: Thread | None = None
-        self.prepared = 0
 
     def begin(self, loop: _FitLoop) -> None:
         """Look at the next batch of a loop, if that changes nothing."""
@@ -55,7 +54,6 @@ class LookAhead:
     def _look(self, peek: Callable[[], Any]) -> None:
         with suppress(Exception):  # the loop meets it again, where it can be told of
             self._prepare(peek())
-            self.prepared += 1
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Wait until the batch is prepared."""

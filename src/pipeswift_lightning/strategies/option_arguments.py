@@ -17,6 +17,7 @@ from pipeswift_lightning.strategies.argument import (
     instance,
     is_count,
     is_number,
+    is_positive,
     list_of,
     one_of,
 )
@@ -35,10 +36,6 @@ def _is_depth(value: Any) -> bool:
 
 def _is_depths(value: Any) -> bool:
     return _COUNTS(value) and all(a >= b for a, b in pairwise(value))
-
-
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and value > 0
 
 
 def _is_none(value: Any) -> bool:
@@ -124,7 +121,7 @@ OPTION_ARGUMENTS: Mapping[str, Argument] = {
     "memory_limit": Argument(
         "a number of bytes above 0, or a list with one for each stage",
         "memory_limit=16e9, say",
-        _any(_is_positive, list_of(_is_positive)),
+        _any(is_positive, list_of(is_positive)),
     ).or_none("no limit"),
     "order": one_of(*ORDERS),
     "buckets": Argument(

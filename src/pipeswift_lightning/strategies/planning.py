@@ -138,31 +138,34 @@ class StepPlanner:
             self._chosen.clear()
 
     def planned(self, call: StepCall) -> StepCall:
-        """Return the step with its micro-batches as the costs choose them."""
+        """Return the step with its micro-batches as the costs choose them.
+
+        Evaluation gains by what is cut off alone: where nothing can be, it stays as it is.
+        """
         if self._model is None or self._partition is None:
             return call
         known = self._batches.of(call, trims=self.trimming.applies(call.hook))
+        trimmed = known.free and (call.packed or bool(known.lengths.dims))
+        if not (call.training or call.packed or trimmed):
+            return call
         self._cut = self._batches.what_is_cut(known)
         choice = self._choice(call, known)
         samples, lengths = choice.formation.samples, known.lengths
-        if call.hook == "training_step":
+        if call.training:
             self.choice = choice
             whole = Shape.packed(lengths.lengths)
             self._mean = Shape(whole.tokens / len(samples), whole.squares / len(samples))
-        trimmed = known.free and (call.packed or bool(lengths.dims))
         if self._batches.splits_itself:
             split: Any = self.module.split_batch
             parts = split(call.batch, choice.formation.sizes)
-        elif trimmed:
-            parts = form_batches(call.source, samples, lengths)
         else:
-            parts = form_batches(call.source if call.packed else call.batch, samples)
+            parts = form_batches(call.source, samples, lengths if trimmed else None)
         return replace(
             call,
             micro_batches=parts,
             sizes=choice.formation.sizes,
             samples=samples,
-            lengths=known.lengths.lengths,
+            lengths=lengths.lengths,
             trimmed=trimmed,
             trim=known.trim(call.batch, samples) if trimmed else None,
             choice=choice,
@@ -248,8 +251,7 @@ class StepPlanner:
         model, partition = self._model, self._partition  # may move while a thread plans ahead
         assert model is not None
         assert partition is not None
-        trains = call.hook == "training_step"
-        last = self._training if trains else self._evaluation
+        last = self._training if call.training else self._evaluation
         number = self._wanted(call)
         larger = call.num_samples > last.samples  # such as training's, after a sanity check
         if number is None and not larger:
@@ -260,7 +262,7 @@ class StepPlanner:
             chosen = choose_plan(
                 self._workload(model, call, known, partition),
                 num_micro_batches=number,
-                schedules=self._schedules if trains else ("forward_only",),
+                schedules=self._schedules if call.training else ("forward_only",),
                 evaluations=_EVALUATIONS,
             ).chosen
             self._chosen[key] = chosen

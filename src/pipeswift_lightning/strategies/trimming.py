@@ -6,7 +6,7 @@ from typing import Any
 from pipeswift_lightning.runtime.batching import tensors_by_path
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["Trimming", "is_cut"]
+__all__ = ["Trimming"]
 
 
 class Trimming:
@@ -36,7 +36,7 @@ class Trimming:
             planned: The step.
             cut: What is cut off, in words.
         """
-        if self._wanted != "auto" or planned.packed or not is_cut(planned):
+        if self._wanted != "auto" or planned.packed or not _is_cut(planned):
             return False
         # With several loaders, a step may do other things with the batches of each.
         kind = " ".join([planned.hook, *map(str, planned.rest[1:])])
@@ -65,7 +65,7 @@ class Trimming:
         self._looked, self._checks = set(state["looked"]), dict(state["checks"])
 
 
-def is_cut(planned: StepCall) -> bool:
+def _is_cut(planned: StepCall) -> bool:
     """Whether a micro-batch lacks padding that the batch has."""
     whole = dict(tensors_by_path(planned.batch))
     return planned.trimmed and any(

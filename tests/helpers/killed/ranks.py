@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeswift_lightning.runtime.process import ProcessIdentity
-from tests.helpers.casts import PYTHON_PATH, free_port
+from tests.helpers.casts import PYTHON_PATH, become_launched, free_port
 from tests.helpers.distributed import fork_server
 from tests.helpers.killed.life import Life, leave_with_the_witness, live
 
@@ -99,15 +99,8 @@ class Ranks:
 
 
 def _become(rank: int, port: int, life: Life, said: str) -> None:
-    """Be one rank: the variables are those that Lightning's launcher sets."""
     leave_with_the_witness()
-    os.environ.update(
-        LOCAL_RANK=str(rank),
-        NODE_RANK="0",
-        WORLD_SIZE=str(life.devices),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    become_launched(rank, port, life.devices)
     with Path(said).open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
