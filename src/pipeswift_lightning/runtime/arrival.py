@@ -1,5 +1,6 @@
 """Tensors that arrive from outside the graph, whose gradient is wanted back."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class _Arrive(torch.autograd.Function):
         return None, None
 
 
+# What `Function.apply` calls in the end; its look for transforms of functions costs as much again.
+_arrive: Callable[[Tensor, list[Tensor]], Tensor] = super(torch.autograd.Function, _Arrive).apply
+
+
 class Arrival:
     """One tensor's entry into the graph.
 
@@ -55,7 +60,7 @@ class Arrival:
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._dtype, self._device = tensor.shape, tensor.dtype, tensor.device
         with torch.enable_grad():
-            self.tensor: Tensor = _Arrive.apply(_ANCHOR, [tensor])  # type: ignore[no-untyped-call]
+            self.tensor: Tensor = _arrive(_ANCHOR, [tensor])
         self._node: Any = self.tensor.grad_fn  # the tensor gets another node if it is changed
 
     def take_gradient(self) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from pipeswift_lightning.plan.instructions import (
     Backward,
@@ -178,8 +178,9 @@ class Executor:
         keep: dict[tuple[int, int], _Saved] | None = None,
     ) -> None:
         try:
-            for instruction in row:
-                self._step(instruction, program, training=training)
+            with torch.set_grad_enabled(training):
+                for instruction in row:
+                    self._step(instruction, program, training=training)
             if keep is not None:
                 keep.update(self._saved)
                 for (stage, _), saved in keep.items():
@@ -199,7 +200,7 @@ class Executor:
         stage, micro_batch = instruction.stage, instruction.micro_batch
         match instruction:
             case Forward():
-                self._forward(stage, micro_batch, program, training=training)
+                self._forward(stage, micro_batch, program)
             case Backward():
                 self._backward(stage, micro_batch, program)
             case SendActivation():
@@ -219,9 +220,7 @@ class Executor:
 
     # -- compute ------------------------------------------------------------------------------
 
-    def _forward(
-        self, stage: int, micro_batch: int, program: StageProgram, *, training: bool
-    ) -> None:
+    def _forward(self, stage: int, micro_batch: int, program: StageProgram) -> None:
         received: Any = None
         inputs: list[Arrival] = []
         if stage > 0:
@@ -231,8 +230,7 @@ class Executor:
         self._mark("Forward", stage, micro_batch)
         start = self._now()
         try:
-            with torch.set_grad_enabled(training):
-                output = program.forward(stage, micro_batch, received)
+            output = program.forward(stage, micro_batch, received)
         except Exception as error:
             _note(error, "Forward", stage, micro_batch)
             raise
@@ -255,7 +253,7 @@ class Executor:
                 if saved.loss is not None:
                     program.backward(micro_batch, saved.loss)
             elif saved.edges:
-                torch.autograd.backward(saved.edges, gradients, retain_graph=saved.retain)
+                _differentiate(saved.edges, gradients, retain=saved.retain)
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise
@@ -367,6 +365,24 @@ class Executor:
 def _differentiable(value: Any) -> list[Tensor]:
     """Return the tensors whose gradient comes back."""
     return [x for x in tensors_of(value) if x.requires_grad]
+
+
+def _differentiate(edges: list[GradientEdge], gradients: list[Tensor], *, retain: bool) -> None:
+    """Do as `torch.autograd.backward`, less its look at gradients that came in a known layout.
+
+    That look takes as long as the pass itself through a small stage, 20 us. What does not fit an
+    edge the engine refuses too.
+    """
+    create_graph, inputs = False, ()
+    _engine_run_backward(
+        tuple(edges),
+        tuple(gradients),
+        retain,
+        create_graph,
+        inputs,
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _note(error: Exception, what: str, stage: int, micro_batch: int) -> None:
