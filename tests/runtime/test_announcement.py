@@ -23,9 +23,9 @@ def test_objects_of_any_length_arrive() -> None:
     source = dist.get_rank() == 1
     for length in (0, 1, 4000, 4100, 10_000):  # around the first message's length
         value = ("x" * length, [length]) if source else "what others give is ignored"
-        assert announce(value, 1, None, torch.device("cpu")) == ("x" * length, [length])
+        assert announce(value, 1, None) == ("x" * length, [length])
     given = {"loss": torch.ones(2, requires_grad=True) * 2, **_TENSORS} if source else None
-    told = announce(given, 1, None, torch.device("cpu"))
+    told = announce(given, 1, None)
     assert told["loss"].tolist() == [2.0, 2.0]
     assert told["loss"].requires_grad is source, "only the source keeps its history"
     for name, tensor in _TENSORS.items():

@@ -8,6 +8,7 @@ validated, simulated and executed.
 *rank* at the other end, never its stage: with several stages a rank the two differ.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, assert_never
 
@@ -24,6 +25,7 @@ __all__ = [
     "ScheduleError",
     "SendActivation",
     "SendGradient",
+    "num_alone",
 ]
 
 
@@ -271,3 +273,18 @@ class Schedule:
         """Return the schedule without communication and Free."""
         rows = tuple(tuple(i for i in row if isinstance(i, Compute)) for row in self.rows)
         return Schedule(rows, self.num_stages)
+
+
+def num_alone(row: Sequence[Instruction]) -> int:
+    """Return how many instructions at a row's begin need no message, and send none.
+
+    Example:
+        >>> num_alone([Forward(0, 0), SendActivation(0, 0, 1), Forward(0, 1)])
+        1
+        >>> num_alone([ReceiveActivation(1, 0, 0), Forward(1, 0)])
+        0
+    """
+    if not row or row[0].stage > 0:
+        return 0
+    others = (i for i, instruction in enumerate(row) if not isinstance(instruction, Forward))
+    return next(others, len(row))

@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-__all__ = ["DisagreementError", "require_agreement"]
+__all__ = ["Comparison", "DisagreementError", "require_agreement"]
 
 _RULE = (
     "Rule: every rank of a pipeline draws the same batches and computes the same plan. "
@@ -21,15 +21,8 @@ class DisagreementError(RuntimeError):
     """Ranks that must agree do not."""
 
 
-def require_agreement(
-    facts: Mapping[str, str],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    *,
-    remark: int = 0,
-    rule: str = _RULE,
-) -> tuple[int, ...]:
-    """Compare ``facts`` over the ranks of ``group``.
+class Comparison:
+    """A comparison of facts that is under way over the ranks of a group; each rank begins it.
 
     Costs one all-gather of 20 bytes; only a difference costs more.
 
@@ -39,23 +32,50 @@ def require_agreement(
         device: Where the group's backend expects tensors.
         remark: 32 bits that may differ from rank to rank.
         rule: What was expected and what to do, for the error's end.
-
-    Returns:
-        The remarks of all ranks of the group.
-
-    Raises:
-        DisagreementError: On every rank of the group, naming each differing fact and both sides.
     """
-    text = "\x1f".join(f"{key}\x1e{value}" for key, value in facts.items())
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    message = bytearray(digest + remark.to_bytes(4, "little"))
-    mine = torch.frombuffer(message, dtype=torch.uint8).to(device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    received = [other.cpu().numpy().tobytes() for other in every]
-    if any(other[:16] != digest for other in received):
-        _raise_difference(facts, group, rule)
-    return tuple(int.from_bytes(other[16:], "little") for other in received)
+
+    def __init__(
+        self,
+        facts: Mapping[str, str],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        remark: int = 0,
+        rule: str = _RULE,
+    ) -> None:
+        self._facts, self._group, self._rule = facts, group, rule
+        text = "\x1f".join(f"{key}\x1e{value}" for key, value in facts.items())
+        self._digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        message = bytearray(self._digest + remark.to_bytes(4, "little"))
+        mine = torch.frombuffer(message, dtype=torch.uint8).to(device)
+        self._every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        self._work = dist.all_gather(self._every, mine, group=group, async_op=True)
+
+    def result(self) -> tuple[int, ...]:
+        """Wait for the other ranks, and return the remarks of all.
+
+        Raises:
+            DisagreementError: On every rank of the group, naming each differing fact and both
+                sides.
+        """
+        if self._work is not None:
+            self._work.wait()
+        received = [other.cpu().numpy().tobytes() for other in self._every]
+        if any(other[:16] != self._digest for other in received):
+            _raise_difference(self._facts, self._group, self._rule)
+        return tuple(int.from_bytes(other[16:], "little") for other in received)
+
+
+def require_agreement(
+    facts: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    remark: int = 0,
+    rule: str = _RULE,
+) -> tuple[int, ...]:
+    """Compare facts at once; arguments, result and errors are those of `Comparison`."""
+    return Comparison(facts, group, device, remark=remark, rule=rule).result()
 
 
 def _raise_difference(

@@ -13,45 +13,82 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-__all__ = ["announce"]
+__all__ = ["Expected", "announce", "tell"]
 
 _FIRST_BYTES = 4096  # of the message that every announcement begins with
 _LENGTH_BYTES = 8
+_TAG = 1  # apart from what else goes from rank to rank in the group
 
 
-def announce(value: Any, source: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Return ``value`` as rank ``source`` gives it; collective over the group.
+class Expected:
+    """An announcement of another rank, received in the background from now on.
 
-    Tensors arrive on the CPU, without history; the source gets its own ``value`` back.
+    Begun before a rank has other things to wait for, it takes no time when its value is due: the
+    source need not wait for a slow rank, nor the others for each other.
+
+    Args:
+        source: The global rank that will `tell`.
+        group: Ranks whose backend moves tensors of the host; ``None`` for all.
+    """
+
+    def __init__(self, source: int, group: dist.ProcessGroup | None) -> None:
+        self._source, self._group = source, group
+        self._first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+        self._work = self._receive(self._first)
+
+    def value(self) -> Any:
+        """Wait for it, once; tensors arrive on the host, without history."""
+        self._work.wait()
+        data = self._first.numpy().tobytes()
+        length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+        data = data[_LENGTH_BYTES:]
+        if length > len(data):
+            rest = torch.empty(length - len(data), dtype=torch.uint8)
+            self._receive(rest).wait()
+            data += rest.numpy().tobytes()
+        return pickle.loads(data)  # from a rank of our own; what follows the pickle is ignored
+
+    def _receive(self, buffer: Tensor) -> dist.Work:
+        work = dist.irecv(buffer, self._source, group=self._group, tag=_TAG)
+        assert work is not None
+        return work
+
+
+def tell(value: Any, group: dist.ProcessGroup | None) -> None:
+    """Send ``value`` to the other ranks of the group, each of which has it `Expected`.
+
+    Args:
+        value: Anything that can be pickled.
+        group: As theirs.
+    """
+    data = _pickled(value)
+    message = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+    message.extend(bytes(max(0, _FIRST_BYTES - len(message))))
+    whole = torch.frombuffer(message, dtype=torch.uint8)
+    parts = [whole[:_FIRST_BYTES]]
+    if len(message) > _FIRST_BYTES:
+        parts.append(whole[_FIRST_BYTES:])
+    others = [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
+    works = [dist.isend(part, r, group=group, tag=_TAG) for r in others for part in parts]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def announce(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+    """Return ``value`` as rank ``source`` gives it; every rank of the group calls this.
+
+    The source gets its own ``value`` back.
 
     Args:
         value: Anything that can be pickled; what other ranks than the source give is ignored.
         source: The global rank that tells.
-        group: The ranks that are told; ``None`` for all.
-        device: Where the group's backend expects tensors.
+        group: As in `Expected`.
     """
-    if dist.get_rank() == source:
-        _send(_pickled(value), source, group, device)
-        return value
-    first = torch.empty(_FIRST_BYTES, dtype=torch.uint8, device=device)
-    dist.broadcast(first, source, group=group)
-    data = first.cpu().numpy().tobytes()
-    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
-    data = data[_LENGTH_BYTES:]
-    if length > len(data):
-        rest = torch.empty(length - len(data), dtype=torch.uint8, device=device)
-        dist.broadcast(rest, source, group=group)
-        data += rest.cpu().numpy().tobytes()
-    return pickle.loads(data)  # from a rank of our own; what follows the pickle is ignored
-
-
-def _send(data: bytes, source: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    message = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-    message.extend(bytes(max(0, _FIRST_BYTES - len(message))))
-    whole = torch.frombuffer(message, dtype=torch.uint8).to(device)
-    dist.broadcast(whole[:_FIRST_BYTES], source, group=group)
-    if len(message) > _FIRST_BYTES:
-        dist.broadcast(whole[_FIRST_BYTES:], source, group=group)
+    if dist.get_rank() != source:
+        return Expected(source, group).value()
+    tell(value, group)
+    return value
 
 
 class _Pickler(pickle.Pickler):

@@ -1,13 +1,13 @@
 """Walk one rank's row of instructions."""
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, assert_never
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeswift_lightning.plan.instructions import (
     Backward,
@@ -18,11 +18,13 @@ from pipeswift_lightning.plan.instructions import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    num_alone,
 )
 from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.communication import communicating
 from pipeswift_lightning.runtime.device_clock import Instant
+from pipeswift_lightning.runtime.gradients import differentiate
 from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, tensors_of
 from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recorder import Recorder
@@ -121,6 +123,7 @@ class Executor:
         *,
         training: bool,
         begin: bool = True,
+        admit: Callable[[], object] | None = None,
     ) -> None:
         """Execute ``row``; returns when every message of this rank has left.
 
@@ -129,6 +132,8 @@ class Executor:
             program: What they compute.
             training: Whether there is a backward.
             begin: Whether the step begins here, for the channel.
+            admit: Called before anything is sent or awaited; raises if that must not be. What a
+                first stage can compute without it has run then.
 
         Raises:
             CommunicationError: A transfer failed, most often since the peer has gone.
@@ -136,7 +141,7 @@ class Executor:
         """
         if begin:
             self._channel.begin()
-        self._walk(row, program, training=training)
+        self._walk(row, program, training=training, admit=admit)
 
     def begin(self) -> None:
         """Begin a step of several runs."""
@@ -176,10 +181,21 @@ class Executor:
         *,
         training: bool,
         keep: dict[tuple[int, int], _Saved] | None = None,
+        admit: Callable[[], object] | None = None,
     ) -> None:
+        alone = 0 if admit is None else num_alone(row)
         try:
             with torch.set_grad_enabled(training):
-                for instruction in row:
+                try:
+                    for instruction in row[:alone]:
+                        self._step(instruction, program, training=training)
+                except Exception:
+                    if admit is not None:  # ranks that disagree are the better explanation
+                        admit()
+                    raise
+                if admit is not None:
+                    admit()
+                for instruction in row[alone:]:
                     self._step(instruction, program, training=training)
             if keep is not None:
                 keep.update(self._saved)
@@ -253,7 +269,7 @@ class Executor:
                 if saved.loss is not None:
                     program.backward(micro_batch, saved.loss)
             elif saved.edges:
-                _differentiate(saved.edges, gradients, retain=saved.retain)
+                differentiate(saved.edges, gradients, retain=saved.retain)
         except Exception as error:
             _note(error, "Backward", stage, micro_batch)
             raise
@@ -365,24 +381,6 @@ class Executor:
 def _differentiable(value: Any) -> list[Tensor]:
     """Return the tensors whose gradient comes back."""
     return [x for x in tensors_of(value) if x.requires_grad]
-
-
-def _differentiate(edges: list[GradientEdge], gradients: list[Tensor], *, retain: bool) -> None:
-    """Do as `torch.autograd.backward`, less its look at gradients that came in a known layout.
-
-    That look takes as long as the pass itself through a small stage, 20 us. What does not fit an
-    edge the engine refuses too.
-    """
-    create_graph, inputs = False, ()
-    _engine_run_backward(
-        tuple(edges),
-        tuple(gradients),
-        retain,
-        create_graph,
-        inputs,
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def _note(error: Exception, what: str, stage: int, micro_batch: int) -> None:

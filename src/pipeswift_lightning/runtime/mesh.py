@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,12 +85,22 @@ class MeshGroups:
     Every rank creates the same groups in the same order (a collective requirement of
     ``torch.distributed``). One group a *directed* edge: NCCL ignores tags and matches messages by
     their order within a pair, and activations must never queue behind gradients.
+
+    Attributes:
+        mesh: The mesh.
+        rank: This rank.
+        pipeline: The stages of this rank's pipeline.
+        replicas: The ranks that hold the same stage.
+        control: As ``pipeline``, for what hosts tell each other: over gloo, whatever the device.
+        edges: The groups that move activations and gradients, by (source, destination).
+        shared: The groups of stages that own a parameter together.
     """
 
     mesh: Mesh
     rank: int
     pipeline: dist.ProcessGroup
     replicas: dist.ProcessGroup
+    control: dist.ProcessGroup
     edges: dict[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
     shared: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     _connected: set[tuple[int, ...]] = field(default_factory=set)
@@ -100,7 +111,12 @@ class MeshGroups:
         place = mesh.coordinate(rank)
         pipelines = [_new_group(mesh.pipeline_ranks(r)) for r in range(mesh.num_replicas)]
         replicas = [_new_group(mesh.replica_ranks(s)) for s in range(mesh.num_stages)]
-        groups = cls(mesh, rank, pipelines[place.replica], replicas[place.stage])
+        controls = pipelines
+        if dist.get_backend() != dist.Backend.GLOO:
+            every = [mesh.pipeline_ranks(r) for r in range(mesh.num_replicas)]
+            controls = [_new_group(ranks, dist.Backend.GLOO) for ranks in every]
+        own = pipelines[place.replica], replicas[place.stage], controls[place.replica]
+        groups = cls(mesh, rank, *own)
         for replica in range(mesh.num_replicas):
             for lower in range(mesh.num_stages - 1):
                 for edge in ((lower, lower + 1), (lower + 1, lower)):
@@ -129,7 +145,8 @@ class MeshGroups:
         self.edges.clear()
         self.shared.clear()
         self._connected.clear()
-        self.pipeline = self.replicas = None  # type: ignore[assignment]  # nothing may use them
+        nothing: Any = None  # what is left of the groups must not be used
+        self.pipeline = self.replicas = self.control = nothing
 
     @property
     def coordinate(self) -> Coordinate:
@@ -155,6 +172,6 @@ class MeshGroups:
         return self.mesh.rank(stage=stage, replica=self.coordinate.replica)
 
 
-def _new_group(ranks: list[int]) -> dist.ProcessGroup:
-    group: dist.ProcessGroup = dist.new_group(ranks)
+def _new_group(ranks: list[int], backend: str | None = None) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend)
     return group

@@ -13,12 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.plan.microbatches import MicroBatches
-from pipeswift_lightning.runtime.announcement import announce
 from pipeswift_lightning.runtime.batching import num_samples, split_batch
-from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.formed import form_batches
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.room import forget_peak
@@ -110,7 +107,7 @@ class StepRunner:
         )
         self._last: StepCall | None = None
         self._ahead = LookAhead(self._plan_ahead)
-        self._trims = TrimChecks(session, self._policy, self._from_last_stage)
+        self._trims = TrimChecks(session, self._policy, session.talk.from_last)
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run needs to draw and to choose as this one would have."""
@@ -290,7 +287,7 @@ class StepRunner:
             whole = self._session.look(call.in_one(), LossScope.PER_SAMPLE)
             parts = self._session.look(call, LossScope.PER_SAMPLE)
             found = self._compare(call, whole, parts, counted) if self._session.is_last else {}
-            self._policy.learn(self._from_last_stage(found), counted)
+            self._policy.learn(self._session.talk.from_last(found), counted)
         if not self._policy.whole:
             return self._trimmed(planned, call, trace), LossScope.PER_SAMPLE, None
         self._warn_of_scalar()
@@ -330,7 +327,7 @@ class StepRunner:
         joined = self._session.look(call, LossScope.WHOLE_BATCH)
         share = {Rule.SAMPLES: (1.0,)}
         found = self._compare(call, whole, joined, share) if self._session.is_last else {}
-        return self._policy.explained(self._from_last_stage(found))
+        return self._policy.explained(self._session.talk.from_last(found))
 
     def _compare(
         self, call: StepCall, whole: StepResult, parts: StepResult, counted: Shares
@@ -364,21 +361,10 @@ class StepRunner:
                     parts = session.by_micro_batch(program)
                     found = self._compare(program.call, program.whole(), parts, counted)
             result = (*program.result(), found)
-        output, logs, matches = self._from_last_stage(result)
+        output, logs, matches = session.talk.from_last(result)
         if counted is not None:
             self._policy.learn(matches, counted)
         return output, logs
-
-    def _from_last_stage(self, result: Any) -> Any:
-        session = self._session
-        if session.num_stages == 1:
-            return result
-        last = session.groups.mesh.rank(
-            stage=session.num_stages - 1, replica=session.groups.coordinate.replica
-        )
-        with in_collective("waiting for the last stage's loss and logs", session.progress):
-            told = announce(result, last, session.groups.pipeline, session.device)
-        return tree_map_only(Tensor, lambda t: t.to(session.device), told)
 
 
 def _unpacked(source: Any) -> tuple[Any, int]:

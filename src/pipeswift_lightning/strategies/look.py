@@ -1,11 +1,13 @@
 """Look at a step before it runs: how its layers hang together, and what else it does."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch.utils._pytree import tree_map_only
 
+from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.runtime.batching import batch_checksum, describe_batch, tensor_versions
 from pipeswift_lightning.runtime.cut import LayerCut
 from pipeswift_lightning.runtime.network_call import CutError
@@ -14,10 +16,11 @@ from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.module_state import unchanged
+from pipeswift_lightning.strategies.options import LossScope
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["LATE", "batch_facts", "look_at_step"]
+__all__ = ["LATE", "batch_facts", "look_at_step", "step_facts"]
 
 LATE = (
     "a step calls its network more than once, or differentiates by itself, which earlier steps did "
@@ -69,4 +72,18 @@ def batch_facts(module: LightningModule, hook: str, batch: Any) -> dict[str, str
         "batches in an epoch": str(module.trainer.num_training_batches),
         "batch": describe_batch(batch),
         "samples (checksum)": str(batch_checksum(batch)),
+    }
+
+
+def step_facts(
+    module: LightningModule, call: StepCall, plan: Plan, order: Sequence[int], scope: LossScope
+) -> dict[str, str]:
+    """Return what the stages must agree on for one run: the batch, and what is done with it."""
+    return {
+        "plan": plan.digest,
+        "micro-batches": str(call.samples or call.sizes),
+        "layers": str(order),
+        "loss": scope,
+        "weights": str(call.weighting),
+        **batch_facts(module, call.hook, call.batch),
     }

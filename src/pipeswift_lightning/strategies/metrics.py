@@ -112,7 +112,7 @@ class SharedMetrics:
         value = original(*args, **kwargs) if last else None
         source = mesh.rank(stage=mesh.num_stages - 1, replica=place.replica)
         with in_collective("waiting for a metric's value", self._progress):
-            value = announce(value, source, self._groups.pipeline, self._device)
+            value = announce(value, source, self._groups.control)
         return tree_map_only(Tensor, lambda t: t.detach().to(self._device), value)
 
 

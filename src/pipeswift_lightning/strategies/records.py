@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric
 
 from pipeswift_lightning.runtime.formed import in_data_order
+from pipeswift_lightning.strategies.staying_results import staying_results
 
 __all__ = ["LogRecord", "MergedLog", "logged_alike", "merge_outputs", "merge_records"]
 __all__ += ["recorded", "replay"]
@@ -61,7 +62,7 @@ def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
             cached = getattr(value, "_forward_cache", None)
             records.append(LogRecord(name, _detached(cached), metric, options))
             return
-        tensor = torch.as_tensor(value).detach().clone()
+        tensor = (value if isinstance(value, Tensor) else torch.as_tensor(value)).detach().clone()
         if tensor.is_meta:
             msg = (
                 f"self.log({name!r}) logs a value that another stage computes. Rule: steps log "
@@ -180,7 +181,8 @@ def replay(
             metric._computed = None
             value = metric
         options = entry.options if replicated else {**entry.options, "sync_dist": True}
-        module.log(entry.name, value, **options)
+        with staying_results():
+            module.log(entry.name, value, **options)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from pipeswift_lightning.plan.instructions import Instruction
 from pipeswift_lightning.plan.partition import Partition, explicit_partition
 from pipeswift_lightning.plan.planner import Plan
 from pipeswift_lightning.plan.timeline import Timeline
-from pipeswift_lightning.runtime.agreement import require_agreement
 from pipeswift_lightning.runtime.batching import structure_of
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import LayerCut
@@ -32,7 +32,7 @@ from pipeswift_lightning.strategies.contract import pipelined
 from pipeswift_lightning.strategies.division import divided_names
 from pipeswift_lightning.strategies.hugging_face import returned, without_caches
 from pipeswift_lightning.strategies.layer_wrappers import LayerWrappers
-from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step
+from pipeswift_lightning.strategies.look import LATE, batch_facts, look_at_step, step_facts
 from pipeswift_lightning.strategies.measuring import CostSource
 from pipeswift_lightning.strategies.metrics import SharedMetrics
 from pipeswift_lightning.strategies.module_state import evaluating, unchanged
@@ -43,6 +43,7 @@ from pipeswift_lightning.strategies.options import LossScope, PipelineOptions
 from pipeswift_lightning.strategies.planning import StepPlanner, plan_of
 from pipeswift_lightning.strategies.recorded_plan import RecordedPlan
 from pipeswift_lightning.strategies.stage_gradients import reduce_stage_gradients
+from pipeswift_lightning.strategies.stage_talk import StageTalk
 from pipeswift_lightning.strategies.stages import check_fits, choose_partition, fixed_partition
 from pipeswift_lightning.strategies.start_planning import start_planning
 from pipeswift_lightning.strategies.step import StepCall, StepProgram
@@ -105,6 +106,7 @@ class PipelineSession:
         self._metrics = SharedMetrics(module, groups, device, progress, self._computes_here)
         self.planner = StepPlanner(module, options, self.num_stages)
         self._costs = CostSource(options.costs, module, network, groups, self._laid_aside, assembly)
+        self.talk = StageTalk(groups, device, progress)
         self._executor = Executor(
             Channel(C10dTransport(groups, device), dynamic_shapes=options.dynamic_shapes),
             range(groups.mesh.num_stages),
@@ -181,18 +183,12 @@ class PipelineSession:
             plan = plan_of(call, self.partition, self.options, whole=whole)
             if call.training:
                 self.plan = plan
-            facts = {
-                "plan": plan.digest,
-                "micro-batches": str(call.samples or call.sizes),
-                "layers": str(self._order),
-                "loss": scope,
-                "weights": str(call.weighting),
-            }
-            self._agree({**facts, **batch_facts(self.module, call.hook, call.batch)})
+            facts = step_facts(self.module, call, plan, self._order, scope)
+            agreed = self.talk.compare(facts)
             kind = WholeBatchProgram if whole else StepProgram
             program = kind(self.module, self.cut, trace, *self._range(), call)
             with self._in_step(looks=call.probing):
-                self._execute(program, plan, training=call.training)
+                self._execute(program, plan.schedule.rows[self.stage], agreed)
         return program
 
     @contextmanager
@@ -214,19 +210,25 @@ class PipelineSession:
         """
         assert self.transparent is not None
         self.progress.step = (self.progress.step or 0) + 1
-        self._agree(batch_facts(self.module, hook, batch))
+        self.talk.compare(batch_facts(self.module, hook, batch))()
         self.recorder.begin()
         with self._in_step(), self.transparent.step(seeds):
             yield
 
     def _execute(
-        self, program: StepProgram | WholeBatchProgram, plan: Plan, *, training: bool
+        self,
+        program: StepProgram | WholeBatchProgram,
+        row: Sequence[Instruction],
+        agreed: Callable[[], None],
     ) -> None:
         self.recorder.begin()
-        row = plan.schedule.rows[self.stage]
+        training = program.call.training
         if isinstance(program, StepProgram):
-            self._executor.run(row, program, training=training)
+            if not program.call.probing:
+                self.talk.expect()
+            self._executor.run(row, program, training=training, admit=agreed)
             return
+        agreed()
         with self._metrics.untouched():
             program.prepare()
         self._executor.run(row, program, training=training)
@@ -256,12 +258,6 @@ class PipelineSession:
         layers = self.partition.ranges[self.stage]
         return layers.start, layers.stop
 
-    def _agree(self, facts: Mapping[str, str]) -> None:
-        if self.num_stages == 1:
-            return
-        with in_collective("comparing batch and plan with the other stages", self.progress):
-            require_agreement(facts, self.groups.pipeline, self.device)
-
     # -- assembly -----------------------------------------------------------------------------
 
     def look_at(self, call: StepCall) -> StepTrace | None:
@@ -277,7 +273,7 @@ class PipelineSession:
         key = (call.hook, self.module.training, structure_of(first))
         trace = self._traces.get(key)
         if trace is None:
-            self._agree(batch_facts(self.module, call.hook, call.batch))
+            self.talk.compare(batch_facts(self.module, call.hook, call.batch))()
             trace = self.try_out(call, first)
             if trace.only_whole and self.options.loss is LossScope.AUTO:
                 self._undo_cut()
