@@ -104,7 +104,8 @@ def _fit(
     torch.manual_seed(0)
     data = torch.randn(samples * options.steps, *case.sample)
     start = time.perf_counter()
-    trainer.fit(Sleepers(options.stages), DataLoader(data, batch_size=samples))
+    layers = [case.stage(i, options.stages) for i in range(options.stages)]
+    trainer.fit(Sleepers(layers), DataLoader(data, batch_size=samples))
     total_s = time.perf_counter() - start
     report((total_s, {name: watch.steps_s for name, watch in watches.items()}))
 

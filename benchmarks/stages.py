@@ -17,7 +17,7 @@ from pipeswift_lightning.runtime.messages import Channel
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.transport import C10dTransport
 
-__all__ = ["CASES", "Case", "OurStep", "PeerStep", "Sleep"]
+__all__ = ["CASES", "Case", "OurStep", "PeerStep", "Sleep", "Sleeping"]
 
 _DEVICE = torch.device("cpu")
 
@@ -37,7 +37,9 @@ class Sleep(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class _Sleeping(nn.Module):
+class Sleeping(nn.Module):
+    """Scales its input, and sleeps in forward and in backward."""
+
     def __init__(self, width: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width))
@@ -104,7 +106,7 @@ def _transformer(num_stages: int) -> nn.Module:
 
 CASES = {
     "sleep": Case(
-        build=lambda _: _Sleeping(64, 0.020, 0.040),
+        build=lambda _: Sleeping(64, 0.020, 0.040),
         sample=(64,),
         samples=8,
         known_s=(0.020, 0.040),
