@@ -5,6 +5,7 @@ Usage:
     python recipes/plan.py costs=profile.json                  # as recipes/profile.py wrote it
     python recipes/plan.py lengths=[9,4,7,2] micro_batches=[2,4]
     python recipes/plan.py workload.layout=packed workload.num_stages=8
+    python recipes/plan.py schedules=[forward_only] workload.order=shortest_first  # prediction
     python recipes/plan.py --cfg job                           # show the configuration, run nothing
 
 Prints the plan and its predicted timeline beside that of first come, first served; writes both to

@@ -1,6 +1,7 @@
 """The recipes that need no training, run as scripts within this process."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -57,6 +58,18 @@ def test_plan_needs_nothing_but_its_mock_costs(run, tmp_path: Path) -> None:
     output = run("plan.py", "micro_batches=8", "mock_lengths.number=16", "schedules=[1f1b]")
     assert "predicted step" in output
     assert len(json.loads((tmp_path / "plan.json").read_text())["starts"]) == 4
+
+
+def test_prediction_is_planned_by_the_mean_completion(run, tmp_path: Path) -> None:
+    settings = ["micro_batches=8", "mock_lengths.number=16", "schedules=[forward_only]"]
+    means = {}
+    for order in ("shortest_first", "heaviest_first"):
+        output = run("plan.py", *settings, f"workload.order={order}")
+        means[order] = re.search(r"is done after ([\d.]+) ms, on average", output)
+        assert means[order] is not None, output
+    shortest, heaviest = (float(found[1]) for found in means.values() if found)
+    assert shortest < heaviest
+    assert json.loads((tmp_path / "plan.json").read_text())["schedule"] == "forward_only"
 
 
 def test_simulate_draws_each_schedule(run, tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ def _is_schedule(value: Any) -> bool:
     return isinstance(value, str) and value in SCHEDULES
 
 
+def _are_schedules(value: Any) -> bool:
+    """Whether these can be compared: a step of prediction is no alternative to one of training."""
+    return list_of(_is_schedule)(value) and ("forward_only" not in value or len(set(value)) == 1)
+
+
 def _is_drawn(value: Any) -> bool:
     if not isinstance(value, Mapping) or not set(value) <= {"name", "warm_up"}:
         return False
@@ -85,9 +90,9 @@ SETTINGS: Mapping[str, Mapping[str, Argument]] = {
             lambda value: is_count(value) or list_of(is_count)(value),
         ).or_none("multiples of the stages"),
         "schedules": Argument(
-            "a list of 1f1b, gpipe",
-            "schedules=[1f1b,gpipe]",
-            list_of(("1f1b", "gpipe").__contains__),
+            "a list of 1f1b and gpipe, or of forward_only alone, for prediction",
+            "schedules=[1f1b,gpipe], or schedules=[forward_only]",
+            _are_schedules,
         ),
         "width": COUNT,
         "workload.num_stages": COUNT,
@@ -97,6 +102,7 @@ SETTINGS: Mapping[str, Mapping[str, Argument]] = {
         "workload.capacity_bytes": _OF_STAGES.or_none("no limit"),
         "workload.max_tokens": _ABOVE_ZERO,
         "workload.reorder": FLAG,
+        "workload.order": one_of(*ORDERS),
         **{f"mock_link.{name}": argument for name, argument in _LINK.items()},
         "mock_costs.num_blocks": COUNT,
         "mock_costs.dim": COUNT,
