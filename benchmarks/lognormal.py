@@ -13,7 +13,9 @@ measures in the same run, on the first rank, while the others measure too.
 
 A round is one step of each side, in rotating order, from a common start to the end of the last
 rank. Before that, gradients are compared. Columns are medians with quartiles; ``error`` is
-measured / predicted - 1 of our steps, ``plan`` how long planning one batch takes within training.
+measured / predicted - 1 of our steps: as predicted from the profile, and with each stage's costs
+scaled to what it was busy in a step before the race. ``plan`` is how long planning one batch takes
+within training.
 """
 
 import argparse
@@ -57,6 +59,7 @@ from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.profiler import (
     ProfileOptions,
     Subject,
+    measure_overhead,
     profile_network,
     shared_link,
 )
@@ -68,6 +71,7 @@ _TOLERANCE = 1e-6
 # Rows of so many samples of so many tokens: what micro-batches of these batches look like.
 _SHAPES = ((1, 96), (1, 256), (1, 512), (2, 128), (2, 256), (4, 64), (4, 128), (4, 224), (8, 96))
 _REPEATS = 9
+_SCALING_STEPS = 5
 
 
 @dataclass(slots=True)
@@ -78,21 +82,25 @@ class Race:
     ranks: int
     seconds: dict[str, list[float]] = field(default_factory=dict)
     predicted: dict[str, list[float]] = field(default_factory=dict)
+    scaled: dict[float, float] = field(default_factory=dict)
     plan_s: list[float] = field(default_factory=list)
     difference: float = 0.0
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the lines of the table of sides."""
         ours = self.seconds["ours"]
-        error = [s / p - 1 for s, p in zip(ours, self.predicted["ours"], strict=True)]
+        predicted = self.predicted["ours"]
+        errors = [
+            statistics.median(s / p - 1 for s, p in zip(ours, each, strict=True))
+            for each in (predicted, [self.scaled[p] for p in predicted])
+        ]
         cells = [self.case, str(self.ranks), spread([1e3 * s for s in ours], 0)]
         for peer in ("cap", "longest", "packed"):
             ratios = [a / b for a, b in zip(ours, self.seconds[peer], strict=True)]
             cells.append(spread(ratios, 3))
         plan = f"{1e3 * statistics.median(self.plan_s):.0f}"
-        return [
-            (*cells, f"{100 * statistics.median(error):+.1f} %", plan, f"{self.difference:.0e}")
-        ]
+        said = (f"{100 * error:+.1f} %" for error in errors)
+        return [(*cells, *said, plan, f"{self.difference:.0e}")]
 
     def ablation(self) -> list[tuple[str, ...]]:
         """Return the lines of the table of choices."""
@@ -117,7 +125,10 @@ class Race:
         return lines
 
 
-_SIDES = ("case", "ranks", "ours ms", "/ cap", "/ longest", "/ packed", "error", "plan ms", "grad")
+_SIDES = (
+    "case", "ranks", "ours ms", "/ cap", "/ longest", "/ packed", "error", "scaled", "plan ms",
+    "grad",
+)  # fmt: skip
 _CHOICES = ("ranks", "choices", "ms", "/ first, measured", "predicted", "error")
 
 
@@ -149,9 +160,12 @@ def _race(
     groups: MeshGroups, report: Callable[[Race], None], name: str, options: argparse.Namespace
 ) -> None:
     ranks = groups.mesh.num_stages
-    link = shared_link(C10dTransport(groups, torch.device("cpu")), ranks, groups.pipeline)
+    transport = C10dTransport(groups, torch.device("cpu"))
+    link = shared_link(transport, ranks, groups.pipeline)
+    overhead_s = measure_overhead(transport, ranks, link, groups.pipeline)
     dist.barrier()
-    model = _profiled(CASES[name])  # the first rank's counts
+    # The first rank's counts.
+    model = replace(_profiled(CASES[name]), overhead_s=overhead_s)
     race = Race(name, ranks)
     sides = []
     for seed, lengths in enumerate(_lengths(seed) for seed in range(BATCHES)):
@@ -220,7 +234,7 @@ def _sides(case: Case, workload: Workload, data: Data, groups: MeshGroups, race:
         "packed": packed_runs(data, balanced.samples, max(balanced.loads(lengths))),
     }
     ours = OurSide(case, plan, data, groups)
-    timed(ours)
+    race.scaled[plan.step_s] = _scaled_s(ours, plan, workload.link)
     built: _Built = [("ours", ours, plan.step_s)]
     for name, parts in peers.items():
         peer = PeerSide(case, layers, parts, data, groups)
@@ -230,6 +244,27 @@ def _sides(case: Case, workload: Workload, data: Data, groups: MeshGroups, race:
         race.difference = max(race.difference, *gathered(difference))
         built.append((name, peer, 0.0))
     return built
+
+
+def _scaled_s(ours: OurSide, plan: Candidate, link: Link) -> float:
+    """Predict a step with each stage's costs scaled to what it was busy in some steps."""
+    busy_s = []
+    for _ in range(_SCALING_STEPS):
+        timed(ours)
+        busy_s.append(ours.busy_s())
+    stages = []
+    for stage, seconds in enumerate(gathered(statistics.median(busy_s))):
+        forward, backward = plan.costs.forward_s[stage], plan.costs.backward_s[stage]
+        by = seconds / (sum(forward) + sum(backward))
+        stages.append(([by * s for s in forward], [by * s for s in backward]))
+    costs = replace(
+        plan.costs,
+        forward_s=[forward for forward, _ in stages],
+        backward_s=[backward for _, backward in stages],
+    )
+    number = len(plan.formation.samples)
+    schedule = build_schedule(plan.schedule_name, len(stages), number, warm_up=plan.warm_up)
+    return makespan_s(schedule, costs, link=link)
 
 
 def _choices(case: Case, workload: Workload, data: Data, groups: MeshGroups, _: Race) -> _Built:

@@ -16,6 +16,7 @@ from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.messages import Channel
+from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.transport import C10dTransport
 
 __all__ = ["CASES", "Case", "Data", "OurSide", "PeerSide", "packed_runs", "padded_runs", "tell"]
@@ -231,14 +232,22 @@ class OurSide:
         m = len(parts)
         schedule = lower(build_schedule(plan.schedule_name, stages, m, warm_up=plan.warm_up))
         self._row = schedule.rows[stage]
-        self._executor = Executor(Channel(C10dTransport(groups, _CPU)), range(stages))
+        self._recorder = Recorder(stage)
+        self._executor = Executor(
+            Channel(C10dTransport(groups, _CPU)), range(stages), recorder=self._recorder
+        )
         self._program = _Program(layers, parts, data.num_tokens, is_last=stage == stages - 1)
 
     def prepare(self) -> None:
         self.module.zero_grad(set_to_none=True)
 
     def run(self) -> None:
+        self._recorder.begin()
         self._executor.run(self._row, self._program, training=True)
+
+    def busy_s(self) -> float:
+        """Return how long this rank computed in the last step."""
+        return sum(event.duration_s for event in self._recorder.events() if event.is_compute)
 
 
 class _Queued(nn.Module):

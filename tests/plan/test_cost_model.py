@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -93,3 +95,18 @@ def test_no_cost_model(text: str) -> None:
 def test_negative_times() -> None:
     with pytest.raises(CostError, match=r"token_s=-1 makes no time\. Rule: finite"):
         TimeModel(token_s=-1)
+
+
+def test_an_overhead_counts_once_for_each_pass_whatever_the_device() -> None:
+    model = CostModel.analytic([10] * 4, dim=4, flops_per_s=100.0)
+    partition, shapes = Partition((0, 1), 4), [Shape.packed([5]), Shape.packed([2, 3])]
+    plain = model.step_costs(partition, shapes, slowdown=[1.0, 2.0])
+    more = replace(model, overhead_s=0.25).step_costs(partition, shapes, slowdown=[1.0, 2.0])
+    for name in ("forward_s", "backward_s"):
+        for before, after in zip(getattr(plain, name), getattr(more, name), strict=True):
+            assert after == pytest.approx([s + 0.25 for s in before])
+    assert more.activation_bytes == plain.activation_bytes
+    known = replace(model, overhead_s=0.25)
+    assert CostModel.from_json(known.to_json()) == known
+    with pytest.raises(CostError, match=r"overhead_s=-1"):
+        replace(model, overhead_s=-1.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeswift_lightning.runtime.announcement import announce
+from pipeswift_lightning.runtime.announcement import Expected, announce, tell
 
 _TENSORS = {
     "scalar": torch.tensor(1.5, dtype=torch.float64),
@@ -32,3 +32,14 @@ def test_objects_of_any_length_arrive() -> None:
         assert told[name].dtype == tensor.dtype, name
         assert torch.equal(told[name].to_dense(), tensor.to_dense()), name
     told["scalar"].add_(1)  # what arrives may be written to
+
+
+@pytest.mark.world_size(3)
+def test_what_is_expected_comes_while_others_are_busy() -> None:
+    rank = dist.get_rank()
+    for turn in range(3):
+        expected = None if rank == 1 else Expected(1, None)
+        if expected is None:
+            tell(("loss", turn), None)  # ends, though nobody asks for the value yet
+        dist.barrier()
+        assert expected is None or expected.value() == ("loss", turn)

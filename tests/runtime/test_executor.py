@@ -162,3 +162,72 @@ def test_with_dynamic_shapes_equal_micro_batches_may_differ_inside() -> None:
         (layers[1](hidden).tanh().pow(2).sum() / 2).backward()
     want = [p.grad for layer in layers for p in layer.parameters()]
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+class _Noted(Program):
+    """Notes when it runs, and may fail."""
+
+    def __init__(self, *args: Any, notes: list[str], fails: bool = False) -> None:
+        super().__init__(*args)
+        self.notes, self.fails = notes, fails
+
+    def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
+        self.notes.append(f"F{micro_batch}")
+        if self.fails:
+            msg = "a wrong batch"
+            raise ValueError(msg)
+        return super().forward(stage, micro_batch, received)
+
+
+class _Listening(LoopbackTransport):
+    """Notes what is sent and awaited."""
+
+    def __init__(self, *args: Any, notes: list[str]) -> None:
+        super().__init__(*args)
+        self.notes = notes
+
+    def send(self, tensor: Tensor, destination: int) -> Any:
+        self.notes.append("send")
+        return super().send(tensor, destination)
+
+    def receive(self, tensor: Tensor, source: int) -> Any:
+        self.notes.append("receive")
+        return super().receive(tensor, source)
+
+
+def test_only_the_first_stage_computes_before_it_is_admitted() -> None:
+    hub, notes = LoopbackHub(), [[], []]  # type: ignore[var-annotated]
+    schedule = lower(build_schedule("1f1b", 2, 3))
+    batches = [torch.randn(2, 4) for _ in range(3)]
+
+    def stage(position: int) -> None:
+        mine = notes[position]
+        channel = Channel(_Listening(hub, position, notes=mine))
+        program = _Noted(nn.Linear(4, 4), position == 1, batches, notes=mine)
+        Executor(channel, range(2)).run(
+            schedule.rows[position], program, training=True, admit=lambda: mine.append("admitted")
+        )
+
+    run_threads([lambda p=p: stage(p) for p in range(2)])  # type: ignore[misc]
+    assert notes[0][:2] == ["F0", "admitted"]
+    assert notes[1][0] == "admitted"
+    assert all(mine.count("admitted") == 1 for mine in notes)
+
+
+@pytest.mark.parametrize("disagree", [False, True])
+def test_a_disagreement_explains_more_than_what_fails_on_a_wrong_batch(disagree: bool) -> None:
+    notes: list[str] = []
+
+    def admit() -> None:
+        notes.append("asked")
+        if disagree:
+            msg = "the ranks disagree"
+            raise RuntimeError(msg)
+
+    channel = Channel(_Listening(LoopbackHub(), 0, notes=notes))
+    program = _Noted(nn.Linear(4, 4), False, [torch.randn(2, 4)] * 2, notes=notes, fails=True)
+    schedule = lower(build_schedule("1f1b", 2, 2))
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        Executor(channel, range(2)).run(schedule.rows[0], program, training=True, admit=admit)
+    assert str(raised.value) == ("the ranks disagree" if disagree else "a wrong batch")
+    assert notes == ["F0", "asked"], "nothing is sent"

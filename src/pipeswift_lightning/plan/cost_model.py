@@ -186,9 +186,11 @@ class CostModel:
         relative_error: By how much a predicted step may be off: a gain below it is none.
         link: The slowest link between neighbouring stages. None: it was not measured.
         origin: What was measured, and where. None: nothing was.
+        overhead_s: What a stage takes for each Forward and each Backward besides its layers: to
+            begin it, and to hand its messages over.
 
     Raises:
-        CostError: There is no layer, or the error is negative.
+        CostError: There is no layer, or the error or the overhead is negative.
 
     Example:
         >>> model = CostModel.analytic(
@@ -204,13 +206,16 @@ class CostModel:
     relative_error: float = 0.0
     link: Link | None = None
     origin: Origin | None = None
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.layers or not 0 <= self.relative_error < math.inf:
+        sound = all(0 <= value < math.inf for value in (self.relative_error, self.overhead_s))
+        if not self.layers or not sound:
             message = (
-                f"{len(self.layers)} layers with relative_error={self.relative_error} make no cost "
-                "model. Rule: a layer or more, an error of 0 or more. Remedy: profile the network"
+                f"{len(self.layers)} layers with relative_error={self.relative_error} and "
+                f"overhead_s={self.overhead_s} make no cost model. Rule: a layer or more, the "
+                "others 0 or more. Remedy: profile the network"
             )
             raise CostError(message)
 
@@ -277,10 +282,11 @@ class CostModel:
         """
         slow = slowdown or [1.0] * partition.num_stages
         times = list(zip(self.stage_times(partition), slow, strict=True))
+        more = self.overhead_s
         sent = [self.layers[k - 1].output_bytes_per_token for k in partition.starts[1:]]
         return StepCosts(
-            forward_s=[[f.seconds(x) * by for x in shapes] for (f, _), by in times],  # type: ignore[arg-type]
-            backward_s=[[b.seconds(x) * by for x in shapes] for (_, b), by in times],  # type: ignore[arg-type]
+            forward_s=[[f.seconds(x) * by + more for x in shapes] for (f, _), by in times],  # type: ignore[arg-type]
+            backward_s=[[b.seconds(x) * by + more for x in shapes] for (_, b), by in times],  # type: ignore[arg-type]
             activation_bytes=[[each * x.tokens for x in shapes] for each in sent]  # type: ignore[arg-type]
             if any(sent)
             else None,

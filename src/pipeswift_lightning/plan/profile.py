@@ -109,6 +109,7 @@ class CostProfile:
         layers: One for each layer, each with a sample for each shape.
         origin: What was measured, and where.
         link: The slowest link between neighbouring stages. None: it was not measured.
+        overhead_s: Of a Forward or a Backward, besides the layers; see `CostModel`.
 
     Raises:
         CostError: There are no layers or shapes, or a layer lacks a shape.
@@ -129,6 +130,7 @@ class CostProfile:
     layers: tuple[LayerProfile, ...]
     origin: Origin = field(default_factory=Origin)
     link: Link | None = None
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shapes", tuple((int(b), int(n)) for b, n in self.shapes))
@@ -149,6 +151,7 @@ class CostProfile:
             relative_error=self.relative_error,
             link=self.link,
             origin=self.origin,
+            overhead_s=self.overhead_s,
         )
 
     @property
@@ -229,9 +232,9 @@ class CostProfile:
             recomputed_bytes_per_token=most([x.input_bytes for x in layer.samples]),
         )
 
-    def with_link(self, link: Link | None) -> Self:
-        """Return the same costs with a link."""
-        return replace(self, link=link)
+    def with_link(self, link: Link | None, overhead_s: float = 0.0) -> Self:
+        """Return the same costs, with what it takes to go from stage to stage."""
+        return replace(self, link=link, overhead_s=overhead_s)
 
     def to_json(self) -> str:
         """Return a JSON object: the fitted ``model``, and the ``profile`` that it comes from."""
@@ -252,6 +255,7 @@ class CostProfile:
                 layers=tuple(map(_layer, data["layers"])),
                 origin=Origin(**data["origin"]),
                 link=None if data["link"] is None else Link(**data["link"]),
+                overhead_s=data.get("overhead_s", 0.0),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             message = (

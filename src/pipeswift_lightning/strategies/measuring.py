@@ -22,6 +22,7 @@ from pipeswift_lightning.runtime.profiler import (
     ProfileOptions,
     Subject,
     example_micro_batches,
+    measure_overhead,
     origin_of,
     profile_network,
     read_profile,
@@ -38,10 +39,23 @@ from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["MEASURE", "CostSource", "cost_path", "keep_costs", "measured_costs"]
+__all__ = ["MEASURE", "Between", "CostSource", "cost_path", "keep_costs", "measured_costs"]
 
 MEASURE = "measure"
 COST_FILE = "pipeswift_costs.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What it takes to go from stage to stage.
+
+    Attributes:
+        link: A message on its way; ``None``: there is no link.
+        overhead_s: The stage itself, for each Forward and Backward, in seconds.
+    """
+
+    link: Link | None = None
+    overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +98,17 @@ class CostSource:
             return partial(read_costs, self.costs, trace.num_layers)
         transport = C10dTransport(self.groups, device)
         with self.assembly.timing(AssemblyPart.PROFILE):
-            link = shared_link(transport, self.groups.mesh.num_stages, self.groups.pipeline)
-
-        return partial(self.measured, trace, call, device, link)
+            stages, pipeline = self.groups.mesh.num_stages, self.groups.pipeline
+            link = shared_link(transport, stages, pipeline)
+            between = Between(link, measure_overhead(transport, stages, link, pipeline))
+        return partial(self.measured, trace, call, device, between)
 
     def measured(
-        self, trace: StepTrace, call: StepCall, device: torch.device, link: Link | None
+        self, trace: StepTrace, call: StepCall, device: torch.device, between: "Between"
     ) -> CostModel:
         """Measure the costs in this process, or take them from the run's file."""
         with self.assembly.timing(AssemblyPart.PROFILE), self.laid_aside():
-            return measured_costs(self.module, self.network, trace, call, device, link)
+            return measured_costs(self.module, self.network, trace, call, device, between)
 
 
 def cost_path(trainer: Trainer) -> Path:
@@ -128,7 +143,7 @@ def measured_costs(
     trace: StepTrace,
     call: StepCall,
     device: torch.device,
-    link: Link | None,
+    between: Between,
 ) -> CostModel:
     """Return the costs of a run's file, if they are of this network on this device; else measure.
 
@@ -140,7 +155,7 @@ def measured_costs(
         trace: The order of the layers.
         call: The first step; micro-batches of several shapes are cut out of its batch.
         device: Where layers run.
-        link: What was measured between stages.
+        between: What was measured between stages.
     """
 
     def run(batch: Any) -> Any:
@@ -161,7 +176,7 @@ def measured_costs(
         micro_batches, shapes = _examples(call)
         clones = tree_map_only(Tensor, torch.clone, micro_batches)
         profile = profile_network(subject, clones, shapes=shapes, options=options)
-    profile = profile.with_link(link)
+    profile = profile.with_link(between.link, between.overhead_s)
     keep_costs(profile, path)
     return profile.model()
 

@@ -7,7 +7,7 @@ import torch
 from pipeswift_lightning.plan.partition import explicit_partition
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.cost_source import read_costs
-from pipeswift_lightning.strategies.measuring import MEASURE, CostSource
+from pipeswift_lightning.strategies.measuring import MEASURE, Between, CostSource
 from pipeswift_lightning.strategies.options import PipelineOptions
 from pipeswift_lightning.strategies.planning import StepPlanner
 from pipeswift_lightning.strategies.start_planning import begin, choose, start_planning
@@ -51,5 +51,5 @@ def measure_one_stage(
     if planner.active or not source.measures:
         return
     whole = explicit_partition(trace.num_layers, starts=[0])
-    model = source.measured(trace, call, device, None)
+    model = source.measured(trace, call, device, Between())
     begin(planner, choose(planner, model, call, whole), trace.num_layers)

@@ -11,6 +11,7 @@ from pipeswift_lightning.runtime.profiler.measure import ProfileOptions, Subject
 from pipeswift_lightning.runtime.profiler.network import called, profile_network
 from pipeswift_lightning.runtime.profiler.optimizer import optimizer_factor
 from pipeswift_lightning.runtime.profiler.origin import origin_of
+from pipeswift_lightning.runtime.profiler.overhead import measure_overhead
 from pipeswift_lightning.runtime.profiler.probe import ProfileError
 from pipeswift_lightning.runtime.profiler.sharing import (
     obtain_profile,
@@ -29,6 +30,7 @@ __all__ = [
     "flops_model",
     "length_of",
     "measure_link",
+    "measure_overhead",
     "obtain_profile",
     "optimizer_factor",
     "origin_of",
