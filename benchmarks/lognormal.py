@@ -234,7 +234,7 @@ def _sides(case: Case, workload: Workload, data: Data, groups: MeshGroups, race:
         "packed": packed_runs(data, balanced.samples, max(balanced.loads(lengths))),
     }
     ours = OurSide(case, plan, data, groups)
-    race.scaled[plan.step_s] = _scaled_s(ours, plan, workload.link)
+    race.scaled[plan.step_s] = _scaled_s(ours, plan, workload)
     built: _Built = [("ours", ours, plan.step_s)]
     for name, parts in peers.items():
         peer = PeerSide(case, layers, parts, data, groups)
@@ -246,7 +246,7 @@ def _sides(case: Case, workload: Workload, data: Data, groups: MeshGroups, race:
     return built
 
 
-def _scaled_s(ours: OurSide, plan: Candidate, link: Link) -> float:
+def _scaled_s(ours: OurSide, plan: Candidate, workload: Workload) -> float:
     """Predict a step with each stage's costs scaled to what it was busy in some steps."""
     busy_s = []
     for _ in range(_SCALING_STEPS):
@@ -255,8 +255,10 @@ def _scaled_s(ours: OurSide, plan: Candidate, link: Link) -> float:
     stages = []
     for stage, seconds in enumerate(gathered(statistics.median(busy_s))):
         forward, backward = plan.costs.forward_s[stage], plan.costs.backward_s[stage]
-        by = seconds / (sum(forward) + sum(backward))
-        stages.append(([by * s for s in forward], [by * s for s in backward]))
+        more_s = workload.model.overhead_s  # a part of each, and of no stage's busy time
+        by = seconds / sum(s - more_s for s in (*forward, *backward))
+        pairs = ([by * (s - more_s) + more_s for s in each] for each in (forward, backward))
+        stages.append(tuple(pairs))
     costs = replace(
         plan.costs,
         forward_s=[forward for forward, _ in stages],
@@ -264,7 +266,7 @@ def _scaled_s(ours: OurSide, plan: Candidate, link: Link) -> float:
     )
     number = len(plan.formation.samples)
     schedule = build_schedule(plan.schedule_name, len(stages), number, warm_up=plan.warm_up)
-    return makespan_s(schedule, costs, link=link)
+    return makespan_s(schedule, costs, link=workload.link)
 
 
 def _choices(case: Case, workload: Workload, data: Data, groups: MeshGroups, _: Race) -> _Built:

@@ -1,12 +1,14 @@
 """Agreement, gradients and the mesh's groups, over real ranks."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from pipeswift_lightning.runtime import gradients
-from pipeswift_lightning.runtime.agreement import DisagreementError, require_agreement
+from pipeswift_lightning.runtime.agreement import Comparison, DisagreementError, require_agreement
 from pipeswift_lightning.runtime.gradients import reduce_gradients
 from pipeswift_lightning.runtime.mesh import Coordinate, Mesh, MeshError, MeshGroups
 
@@ -76,3 +78,22 @@ def test_the_mesh_numbers_stages_within_a_pipeline() -> None:
 def test_a_mesh_that_does_not_fit_names_what_would() -> None:
     with pytest.raises(MeshError, match=r"4 devices.*3 stages.*stages=1 or 2 or 4"):
         Mesh.of(world_size=4, num_stages=3)
+
+
+@pytest.mark.world_size(2)
+def test_patience_with_a_late_rank_ends() -> None:
+    late = dist.get_rank() == 1
+    if late:
+        time.sleep(0.5)
+    comparison = Comparison({"a": "1"}, None, torch.device("cpu"))
+    assert comparison.result(None if late else 0.05) == ((0, 0) if late else None)
+    dist.barrier()
+
+
+@pytest.mark.world_size(2)
+def test_patience_is_not_needed_with_a_rank_that_is_there() -> None:
+    mine = {"a": str(dist.get_rank())}
+    with pytest.raises(DisagreementError, match="rank 0: 0; rank 1: 1"):
+        Comparison(mine, None, torch.device("cpu")).result(patience_s=20.0)
+    same = Comparison({"a": "1"}, None, torch.device("cpu"), remark=dist.get_rank())
+    assert same.result(patience_s=20.0) == (0, 1)

@@ -7,13 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from pipeswift_lightning.plan.instructions import Schedule
 from pipeswift_lightning.plan.lowering import lower
 from pipeswift_lightning.plan.schedules import build_schedule, forward_only
 from pipeswift_lightning.plan.timeline import EventKind
+from pipeswift_lightning.runtime.agreement import DisagreementError
+from pipeswift_lightning.runtime.communication import CommunicationError
 from pipeswift_lightning.runtime.executor import Executor
+from pipeswift_lightning.runtime.gradients import differentiate
 from pipeswift_lightning.runtime.messages import Channel
+from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.transport import LoopbackHub, LoopbackTransport
 
@@ -205,7 +210,10 @@ def test_only_the_first_stage_computes_before_it_is_admitted() -> None:
         channel = Channel(_Listening(hub, position, notes=mine))
         program = _Noted(nn.Linear(4, 4), position == 1, batches, notes=mine)
         Executor(channel, range(2)).run(
-            schedule.rows[position], program, training=True, admit=lambda: mine.append("admitted")
+            schedule.rows[position],
+            program,
+            training=True,
+            admit=lambda **_: mine.append("admitted"),
         )
 
     run_threads([lambda p=p: stage(p) for p in range(2)])  # type: ignore[misc]
@@ -218,11 +226,11 @@ def test_only_the_first_stage_computes_before_it_is_admitted() -> None:
 def test_a_disagreement_explains_more_than_what_fails_on_a_wrong_batch(disagree: bool) -> None:
     notes: list[str] = []
 
-    def admit() -> None:
+    def admit(*, patience_s: float | None = None) -> None:
         notes.append("asked")
         if disagree:
             msg = "the ranks disagree"
-            raise RuntimeError(msg)
+            raise DisagreementError(msg)
 
     channel = Channel(_Listening(LoopbackHub(), 0, notes=notes))
     program = _Noted(nn.Linear(4, 4), False, [torch.randn(2, 4)] * 2, notes=notes, fails=True)
@@ -231,3 +239,66 @@ def test_a_disagreement_explains_more_than_what_fails_on_a_wrong_batch(disagree:
         Executor(channel, range(2)).run(schedule.rows[0], program, training=True, admit=admit)
     assert str(raised.value) == ("the ranks disagree" if disagree else "a wrong batch")
     assert notes == ["F0", "asked"], "nothing is sent"
+
+
+def test_a_failure_before_the_admission_is_told_with_its_micro_batch() -> None:
+    progress = Progress()
+    program = _Noted(nn.Linear(4, 4), False, [torch.randn(2, 4)] * 2, notes=[], fails=True)
+    schedule = lower(build_schedule("1f1b", 2, 2))
+
+    def admit(*, patience_s: float | None = None) -> None:
+        progress.mark("comparing")
+        assert patience_s is not None, "nobody waits for long to explain a failure"
+        msg = "a peer has gone"
+        raise CommunicationError(msg, 1)
+
+    executor = Executor(Channel(LoopbackTransport(LoopbackHub(), 0)), range(2), progress=progress)
+    with pytest.raises(ValueError, match="a wrong batch"):
+        executor.run(schedule.rows[0], program, training=True, admit=admit)
+    assert (progress.stage, progress.micro_batch, progress.doing) == (0, 0, "Forward")
+
+
+class _Switching(Program):
+    """Leaves gradients on, as code that freezes a part for a while may."""
+
+    def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
+        assert not torch.is_grad_enabled()
+        output = super().forward(stage, micro_batch, received)
+        torch.set_grad_enabled(True)
+        return output
+
+
+def test_each_forward_begins_with_gradients_as_the_run_wants_them() -> None:
+    hub, batches = LoopbackHub(), [torch.randn(2, 4) for _ in range(3)]
+    schedule = lower(forward_only(2, 3))
+
+    def stage(position: int) -> None:
+        with torch.no_grad():
+            executor = Executor(Channel(LoopbackTransport(hub, position)), range(2))
+            program = _Switching(nn.Linear(4, 4), position == 1, batches)
+            executor.run(schedule.rows[position], program, training=False)
+            assert not torch.is_grad_enabled(), "the caller's mode is back"
+
+    run_threads([lambda p=p: stage(p) for p in range(2)])  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.complex128])
+def test_gradients_enter_the_graph_as_by_torchs_own_backward(kind: torch.dtype) -> None:
+    weight = torch.randn(3, 4, dtype=kind, requires_grad=True)
+    seen: list[Tensor] = []
+    weight.register_hook(seen.append)
+    x = torch.randn(5, 3, dtype=kind)
+    outputs = [x @ weight, (x @ weight).t().sin()]
+    gradients = [torch.randn(4, 5, dtype=kind).t(), torch.randn(4, 5, dtype=kind)]
+    edges = [get_gradient_edge(output) for output in outputs]
+    torch.autograd.backward(edges, gradients, retain_graph=True)
+    expected, weight.grad = weight.grad, None
+    differentiate(edges, gradients, retain=True)
+    assert torch.equal(weight.grad, expected)
+    differentiate(edges, gradients)
+    assert torch.equal(weight.grad, 2 * expected)
+    assert [torch.equal(gradient, expected) for gradient in seen] == [True] * 3
+    with pytest.raises(RuntimeError, match="second time"):
+        differentiate(edges, gradients)
+    with pytest.raises(RuntimeError, match=r"shape|size"):
+        differentiate([get_gradient_edge(x @ weight)], [torch.randn(2, 2, dtype=kind)])

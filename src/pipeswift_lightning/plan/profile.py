@@ -135,6 +135,12 @@ class CostProfile:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shapes", tuple((int(b), int(n)) for b, n in self.shapes))
         object.__setattr__(self, "layers", tuple(self.layers))
+        if not 0 <= self.overhead_s < math.inf:
+            message = (
+                f"overhead_s={self.overhead_s} makes no profile. Rule: finite and 0 or more. "
+                "Remedy: profile the network again"
+            )
+            raise CostError(message)
         numbers = {len(layer.samples) for layer in self.layers}
         if not self.shapes or numbers != {len(self.shapes)}:
             message = (

@@ -1,6 +1,7 @@
 """Make sure that all ranks are about to do the same thing, before any of them computes."""
 
 import hashlib
+import time
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -15,6 +16,9 @@ _RULE = (
     "use the same data, arguments and package versions on all ranks, and let no callback "
     "consume random numbers on one rank only"
 )
+
+
+_POLL_S = 0.005
 
 
 class DisagreementError(RuntimeError):
@@ -43,23 +47,42 @@ class Comparison:
         remark: int = 0,
         rule: str = _RULE,
     ) -> None:
-        self._facts, self._group, self._rule = facts, group, rule
+        self._facts, self._rule = facts, rule
+        self._group: dist.ProcessGroup | None = group
         text = "\x1f".join(f"{key}\x1e{value}" for key, value in facts.items())
         self._digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         message = bytearray(self._digest + remark.to_bytes(4, "little"))
         mine = torch.frombuffer(message, dtype=torch.uint8).to(device)
         self._every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        self._work = dist.all_gather(self._every, mine, group=group, async_op=True)
+        self._work: dist.Work | None = dist.all_gather(
+            self._every, mine, group=group, async_op=True
+        )
 
-    def result(self) -> tuple[int, ...]:
-        """Wait for the other ranks, and return the remarks of all.
+    def result(self, patience_s: float | None = None) -> tuple[int, ...] | None:
+        """Wait for the other ranks, once, and return the remarks of all.
+
+        Args:
+            patience_s: Give up after so many seconds: ``None`` is returned. ``None``: wait on.
 
         Raises:
             DisagreementError: On every rank of the group, naming each differing fact and both
                 sides.
         """
-        if self._work is not None:
-            self._work.wait()
+        try:
+            return self._result(patience_s)
+        finally:  # a connection is open for as long as anything refers to it
+            self._work, self._group, self._every = None, None, []
+
+    def _result(self, patience_s: float | None) -> tuple[int, ...] | None:
+        work = self._work
+        if work is not None and patience_s is not None:
+            end_s = time.monotonic() + patience_s
+            while not work.is_completed():
+                if time.monotonic() > end_s:
+                    return None
+                time.sleep(_POLL_S)
+        if work is not None:
+            work.wait()
         received = [other.cpu().numpy().tobytes() for other in self._every]
         if any(other[:16] != self._digest for other in received):
             _raise_difference(self._facts, self._group, self._rule)
@@ -75,7 +98,9 @@ def require_agreement(
     rule: str = _RULE,
 ) -> tuple[int, ...]:
     """Compare facts at once; arguments, result and errors are those of `Comparison`."""
-    return Comparison(facts, group, device, remark=remark, rule=rule).result()
+    remarks = Comparison(facts, group, device, remark=remark, rule=rule).result()
+    assert remarks is not None, "it waits for as long as it takes"
+    return remarks
 
 
 def _raise_difference(

@@ -24,7 +24,8 @@ class Expected:
     """An announcement of another rank, received in the background from now on.
 
     Begun before a rank has other things to wait for, it takes no time when its value is due: the
-    source need not wait for a slow rank, nor the others for each other.
+    source need not wait for a slow rank, nor the others for each other. What is expected has to be
+    told: to drop it and expect anew would lose a message.
 
     Args:
         source: The global rank that will `tell`.

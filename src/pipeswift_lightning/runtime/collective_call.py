@@ -28,7 +28,7 @@ from pipeswift_lightning.runtime.arguments import CallArguments
 from pipeswift_lightning.runtime.batching import batch_signature, describe_batch, structure_of
 from pipeswift_lightning.runtime.communication import in_collective
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
-from pipeswift_lightning.runtime.executor import Executor, Held, StageProgram
+from pipeswift_lightning.runtime.executor import Executor, Held
 from pipeswift_lightning.runtime.gradients import own_gradients, reduce_gradients, sum_gradients
 from pipeswift_lightning.runtime.guard import ParameterGuard
 from pipeswift_lightning.runtime.joining import JoinedOutputs, join_outputs
@@ -39,6 +39,7 @@ from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recompute import is_recomputing
 from pipeswift_lightning.runtime.rng import preserved_rng, reseeder
 from pipeswift_lightning.runtime.sharing import OutputSharing
+from pipeswift_lightning.runtime.stage_program import StageProgram
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["CallHost", "CollectiveNetwork"]

@@ -1,9 +1,10 @@
 """Walk one rank's row of instructions."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -22,43 +23,19 @@ from pipeswift_lightning.plan.instructions import (
 )
 from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.runtime.arrival import Arrival
-from pipeswift_lightning.runtime.communication import communicating
+from pipeswift_lightning.runtime.communication import CommunicationError, communicating
 from pipeswift_lightning.runtime.device_clock import Instant
 from pipeswift_lightning.runtime.gradients import differentiate
 from pipeswift_lightning.runtime.messages import Channel, InFlight, Pending, tensors_of
 from pipeswift_lightning.runtime.progress import Progress
 from pipeswift_lightning.runtime.recorder import Recorder
+from pipeswift_lightning.runtime.stage_program import Admission, StageProgram
 
-__all__ = ["Executor", "Held", "StageProgram"]
+__all__ = ["Executor", "Held"]
 
 _MAX_SENDS = 8
+_PATIENCE_S = 2.0  # for ranks that may explain a failure
 _WAITING = {False: "waiting for the activation", True: "waiting for the gradient"}
-
-
-class StageProgram(Protocol):
-    """What a stage computes; the executor decides when."""
-
-    def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
-        """Run the stage on one micro-batch.
-
-        Args:
-            stage: The stage.
-            micro_batch: The micro-batch's id.
-            received: What the stage before sent (``None`` on the first stage).
-
-        Returns:
-            The structure of tensors for the next stage; on the last stage a scalar loss to
-            differentiate, or ``None``.
-        """
-        ...
-
-    def backward(self, micro_batch: int, loss: Tensor) -> None:
-        """Differentiate the loss of one micro-batch (on the last stage)."""
-        ...
-
-    def signature(self, micro_batch: int) -> Hashable:
-        """Return what determines the shapes of the micro-batch's activations."""
-        ...
 
 
 @dataclass(slots=True)
@@ -123,7 +100,7 @@ class Executor:
         *,
         training: bool,
         begin: bool = True,
-        admit: Callable[[], object] | None = None,
+        admit: Admission | None = None,
     ) -> None:
         """Execute ``row``; returns when every message of this rank has left.
 
@@ -181,7 +158,7 @@ class Executor:
         *,
         training: bool,
         keep: dict[tuple[int, int], _Saved] | None = None,
-        admit: Callable[[], object] | None = None,
+        admit: Admission | None = None,
     ) -> None:
         alone = 0 if admit is None else num_alone(row)
         try:
@@ -190,8 +167,7 @@ class Executor:
                     for instruction in row[:alone]:
                         self._step(instruction, program, training=training)
                 except Exception:
-                    if admit is not None:  # ranks that disagree are the better explanation
-                        admit()
+                    self._explain(admit)
                     raise
                 if admit is not None:
                     admit()
@@ -216,6 +192,7 @@ class Executor:
         stage, micro_batch = instruction.stage, instruction.micro_batch
         match instruction:
             case Forward():
+                torch.set_grad_enabled(training)  # whatever the last one has left
                 self._forward(stage, micro_batch, program)
             case Backward():
                 self._backward(stage, micro_batch, program)
@@ -364,6 +341,19 @@ class Executor:
             with communicating(f"sending to position {peer}", peer):
                 raise
         self._record(EventKind.SEND_WAIT, stage, None, start)
+
+    def _explain(self, admit: Admission | None) -> None:
+        """Let ranks that disagree be the explanation of a failure, if they say so soon.
+
+        Raises:
+            DisagreementError: They do.
+        """
+        at = self._progress
+        place = at.doing, at.stage, at.micro_batch
+        if admit is not None:
+            with suppress(CommunicationError):
+                admit(patience_s=_PATIENCE_S)
+        at.mark(place[0], stage=place[1], micro_batch=place[2])
 
     # -- observing ----------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ from pipeswift_lightning.strategies.network import PipelinedNetwork
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["MEASURE", "Between", "CostSource", "cost_path", "keep_costs", "measured_costs"]
+__all__ = ["MEASURE", "Between", "CostSource", "completed", "cost_path", "keep_costs"]
+__all__ += ["measured_costs"]
 
 MEASURE = "measure"
 COST_FILE = "pipeswift_costs.json"
@@ -104,7 +105,7 @@ class CostSource:
         return partial(self.measured, trace, call, device, between)
 
     def measured(
-        self, trace: StepTrace, call: StepCall, device: torch.device, between: "Between"
+        self, trace: StepTrace, call: StepCall, device: torch.device, between: Between
     ) -> CostModel:
         """Measure the costs in this process, or take them from the run's file."""
         with self.assembly.timing(AssemblyPart.PROFILE), self.laid_aside():
@@ -131,6 +132,18 @@ def keep_costs(profile: CostProfile, path: Path) -> None:
             "them all the same; the next one measures again. Give ModelCheckpoint or the Trainer "
             "a folder that can be written (dirpath, default_root_dir)."
         )
+
+
+def completed(profile: CostProfile, between: Between, path: Path) -> CostProfile:
+    """Return a kept profile with what it lacks, as one that a single stage has written does.
+
+    What it has stays, though it was measured anew: a resumed run plans as the one before.
+    """
+    overhead_s = profile.overhead_s or between.overhead_s
+    whole = profile.with_link(profile.link or between.link, overhead_s)
+    if whole != profile:
+        keep_costs(whole, path)
+    return whole
 
 
 def _callbacks(trainer: Trainer) -> list[Any]:
@@ -169,7 +182,7 @@ def measured_costs(
     origin = origin_of(module, network.layers, device, settings)
     found: CostProfile | None = read_profile(path, origin)
     if found is not None:
-        return found.model()
+        return completed(found, between, path).model()
     # Sanity checks come first, without gradients: costs are of training all the same.
     with torch.inference_mode(mode=False), torch.enable_grad(), unchanged(module):
         subject = Subject(module, network.layers, run, device, trace, network.module)

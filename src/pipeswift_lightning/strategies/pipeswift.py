@@ -349,6 +349,8 @@ class PipeSwiftStrategy(MovableStrategy):
         self._failed(exception)
         if self.mesh.world_size > 1 and dist.is_initialized():
             # Closing the connections is what wakes peers that wait for this rank.
+            if self._session is not None:
+                self._session.talk.close()
             if self._groups is not None:
                 self._groups.close()
             with suppress(RuntimeError):

@@ -1,6 +1,6 @@
 """The pipeline of one LightningModule, from the first batch until the Trainer's call ends."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -23,6 +23,7 @@ from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.ownership import LocalShare, Owners, ParameterTable, find_owners
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.rng import preserved_rng
+from pipeswift_lightning.runtime.stage_program import Admission
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.runtime.transport import C10dTransport
 from pipeswift_lightning.runtime.watchdog import Progress
@@ -219,7 +220,7 @@ class PipelineSession:
         self,
         program: StepProgram | WholeBatchProgram,
         row: Sequence[Instruction],
-        agreed: Callable[[], None],
+        agreed: Admission,
     ) -> None:
         self.recorder.begin()
         training = program.call.training

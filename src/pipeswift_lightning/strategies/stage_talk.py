@@ -1,6 +1,6 @@
 """What the stages of a pipeline tell each other around a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from pipeswift_lightning.runtime.agreement import Comparison
 from pipeswift_lightning.runtime.announcement import Expected, tell
 from pipeswift_lightning.runtime.communication import communicating, in_collective
 from pipeswift_lightning.runtime.mesh import MeshGroups
-from pipeswift_lightning.runtime.progress import Progress
+from pipeswift_lightning.runtime.progress import EVERYONE, Progress
+from pipeswift_lightning.runtime.stage_program import Admission
 
 __all__ = ["StageTalk"]
 
@@ -39,7 +40,11 @@ class StageTalk:
         self._source = groups.mesh.rank(stage=self._last, replica=groups.coordinate.replica)
         self._expected: Expected | None = None
 
-    def compare(self, facts: Mapping[str, str]) -> Callable[[], None]:
+    def close(self) -> None:
+        """Expect nothing any more: a connection is open for as long as anything refers to it."""
+        self._expected = None
+
+    def compare(self, facts: Mapping[str, str]) -> Admission:
         """Begin to compare ``facts`` with the other stages; return what ends it.
 
         The function that is returned raises a ``DisagreementError`` on every stage if they differ.
@@ -49,9 +54,9 @@ class StageTalk:
         with communicating(_COMPARING):
             comparison = Comparison(facts, self._groups.control, _HOST)
 
-        def agreed() -> None:
+        def agreed(*, patience_s: float | None = None) -> None:
             with in_collective(_COMPARING, self._progress):
-                comparison.result()
+                comparison.result(patience_s)
 
         return agreed
 
@@ -69,7 +74,7 @@ class StageTalk:
         self.expect()
         expected, self._expected = self._expected, None
         if expected is None:
-            self._progress.mark(_TELLING)
+            self._progress.mark(_TELLING, waiting_for=EVERYONE)
             with communicating(_TELLING):
                 tell(value, self._groups.control)
         else:
@@ -81,5 +86,5 @@ class StageTalk:
         return tree_map_only(Tensor, lambda t: t.to(self._device), value)
 
 
-def _nothing() -> None:
+def _nothing(*, patience_s: float | None = None) -> None:
     """Agree with oneself."""

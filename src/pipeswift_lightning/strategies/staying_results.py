@@ -15,23 +15,22 @@ from torch import Tensor
 
 __all__ = ["staying_results"]
 
-_move = _ResultMetric.to
-
 
 @contextmanager
 def staying_results() -> Iterator[None]:
     """While a block runs, move only results that are elsewhere."""
-    _ResultMetric.to = _moved  # type: ignore[method-assign, assignment]
+    move = _ResultMetric.to
+
+    def moved(result: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
+        if len(args) == 1 and not kwargs and _is_on(result, args[0]):
+            return result
+        return move(result, *args, **kwargs)
+
+    _ResultMetric.to = moved  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        _ResultMetric.to = _move  # type: ignore[method-assign]
-
-
-def _moved(result: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
-    if len(args) == 1 and not kwargs and _is_on(result, args[0]):
-        return result
-    return _move(result, *args, **kwargs)
+        _ResultMetric.to = move  # type: ignore[method-assign]
 
 
 def _is_on(result: _ResultMetric, device: Any) -> bool:

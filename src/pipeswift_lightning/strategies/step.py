@@ -14,10 +14,10 @@ from typing_extensions import override
 from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.runtime.batching import batch_signature, fresh_containers
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
-from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.restoring import Trim
 from pipeswift_lightning.runtime.rng import reseeder
+from pipeswift_lightning.runtime.stage_program import StageProgram
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.loss_weights import Weighting
 from pipeswift_lightning.strategies.records import (

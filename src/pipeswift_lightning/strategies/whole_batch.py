@@ -21,10 +21,10 @@ from pipeswift_lightning.plan.microbatches import split_batch_size
 from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.batching import batch_signature, num_samples, split_batch
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
-from pipeswift_lightning.runtime.executor import StageProgram
 from pipeswift_lightning.runtime.formed import in_data_order
 from pipeswift_lightning.runtime.joining import JoinedOutputs, join_outputs
 from pipeswift_lightning.runtime.rng import reseeder
+from pipeswift_lightning.runtime.stage_program import StageProgram
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.comparison import StepResult
 from pipeswift_lightning.strategies.records import LogRecord, MergedLog, merge_records, recorded

@@ -54,3 +54,11 @@ def test_all_ranks_get_the_same() -> None:
     assert 1e-6 < mine < 1.0, "a computation and its messages take time, but no second"
     slow = Link(latency_s=10.0)
     assert measure_overhead(transport, 2, slow, groups.pipeline) == 0.0
+
+
+@pytest.mark.world_size(2)
+def test_it_is_measured_where_gradients_are_off() -> None:
+    groups = MeshGroups.create(Mesh(num_stages=2, num_replicas=1), dist.get_rank())
+    transport = C10dTransport(groups, CPU)
+    with torch.inference_mode():
+        assert measure_overhead(transport, 2, None, groups.pipeline) > 0
