@@ -17,6 +17,7 @@ from pipeswift_lightning.plan.schedules import build_schedule
 from pipeswift_lightning.plan.simulator import makespan_s
 from pipeswift_lightning.runtime.executor import Executor
 from pipeswift_lightning.runtime.messages import Channel
+from pipeswift_lightning.runtime.profiler.clock import clock_for
 from pipeswift_lightning.runtime.recorder import Recorder
 from pipeswift_lightning.runtime.stage_program import StageProgram
 from pipeswift_lightning.runtime.transport import Transport
@@ -81,13 +82,12 @@ def _steps_s(
     stage, device, stages = transport.position, transport.device, schedule.num_stages
     program = _Empty(device, is_last=stage == stages - 1)
     executor = Executor(Channel(transport), range(stages), recorder=Recorder(stage, device))
-    seconds = []
+    clock, seconds = clock_for(device), []
     for _ in range(_WARM_UP + _REPEATS):
         dist.barrier(group=group)
         start_s = time.perf_counter()
         executor.run(schedule.rows[stage], program, training=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        clock.finish()
         seconds.append(time.perf_counter() - start_s)
     return seconds
 
