@@ -13,9 +13,9 @@ measures in the same run, on the first rank, while the others measure too.
 
 A round is one step of each side, in rotating order, from a common start to the end of the last
 rank. Before that, gradients are compared. Columns are medians with quartiles; ``error`` is
-measured / predicted - 1 of our steps: as predicted from the profile, and with each stage's costs
-scaled to what it was busy in a step before the race. ``plan`` is how long planning one batch takes
-within training.
+measured / predicted - 1 of our steps: as predicted from the profile alone, and (``scaled``) as a
+run with ``costs="measure"`` predicts from its 9th step on, with each stage's costs scaled to what
+it was busy in the steps before. ``plan`` is how long planning one batch takes within training.
 """
 
 import argparse
@@ -41,6 +41,7 @@ from benchmarks.lognormal_sides import (
 )
 from benchmarks.racing import Step, compare_gradients, gathered, slowest, table, timed
 from benchmarks.ranks import run_ranks, spread
+from pipeswift_lightning.plan.calibration import counts, slowdown_of
 from pipeswift_lightning.plan.candidates import Candidate
 from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.costs import Link
@@ -71,7 +72,7 @@ _TOLERANCE = 1e-6
 # Rows of so many samples of so many tokens: what micro-batches of these batches look like.
 _SHAPES = ((1, 96), (1, 256), (1, 512), (2, 128), (2, 256), (4, 64), (4, 128), (4, 224), (8, 96))
 _REPEATS = 9
-_SCALING_STEPS = 5
+_STEPS = 8  # before the strategy scales its costs
 
 
 @dataclass(slots=True)
@@ -247,25 +248,17 @@ def _sides(case: Case, workload: Workload, data: Data, groups: MeshGroups, race:
 
 
 def _scaled_s(ours: OurSide, plan: Candidate, workload: Workload) -> float:
-    """Predict a step with each stage's costs scaled to what it was busy in some steps."""
-    busy_s = []
-    for _ in range(_SCALING_STEPS):
+    """Predict the plan's step with the factors that the strategy would plan with from now on."""
+    stage, factors = ours.stage, []
+    for step in range(1, _STEPS + 1):
         timed(ours)
-        busy_s.append(ours.busy_s())
-    stages = []
-    for stage, seconds in enumerate(gathered(statistics.median(busy_s))):
-        forward, backward = plan.costs.forward_s[stage], plan.costs.backward_s[stage]
-        more_s = workload.model.overhead_s  # a part of each, and of no stage's busy time
-        by = seconds / sum(s - more_s for s in (*forward, *backward))
-        pairs = ([by * (s - more_s) + more_s for s in each] for each in (forward, backward))
-        stages.append(tuple(pairs))
-    costs = replace(
-        plan.costs,
-        forward_s=[forward for forward, _ in stages],
-        backward_s=[backward for _, backward in stages],
-    )
+        if counts(step):
+            more_s = workload.model.overhead_s
+            factors.append(slowdown_of(ours.busy_s(), plan.costs, stage, overhead_s=more_s))
+    slowdown = tuple(gathered(statistics.median(factors)))
+    costs = replace(workload, slowdown=slowdown).step_costs(plan.partition, plan.formation)
     number = len(plan.formation.samples)
-    schedule = build_schedule(plan.schedule_name, len(stages), number, warm_up=plan.warm_up)
+    schedule = build_schedule(plan.schedule_name, len(slowdown), number, warm_up=plan.warm_up)
     return makespan_s(schedule, costs, link=workload.link)
 
 

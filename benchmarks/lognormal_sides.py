@@ -226,7 +226,8 @@ class OurSide:
     """A step of our executor, as planned."""
 
     def __init__(self, case: Case, plan: Candidate, data: Data, groups: MeshGroups) -> None:
-        stage, stages = groups.coordinate.stage, groups.mesh.num_stages
+        self.stage = stage = groups.coordinate.stage
+        stages = groups.mesh.num_stages
         self.module: nn.Module = (layers := case.stage(plan.partition.ranges[stage]))
         parts = packed_runs(data, plan.formation.samples)
         m = len(parts)

@@ -28,6 +28,7 @@ from pipeswift_lightning.strategies.comparison import (
     StepResult,
     compare,
 )
+from pipeswift_lightning.strategies.cost_calibration import CostCalibration
 from pipeswift_lightning.strategies.look_ahead import LookAhead
 from pipeswift_lightning.strategies.loss_scope import LossPolicy, is_checked
 from pipeswift_lightning.strategies.loss_weights import Rule, ranked, rules_for, shares
@@ -107,6 +108,7 @@ class StepRunner:
         )
         self._last: StepCall | None = None
         self._ahead = LookAhead(self._plan_ahead)
+        self._calibration = CostCalibration(session.planner, session.groups, session.progress)
         self._trims = TrimChecks(session, self._policy, session.talk.from_last)
 
     def state(self) -> dict[str, Any]:
@@ -117,6 +119,7 @@ class StepRunner:
             "largest_batch": self._largest_batch,
             "loss": self._policy.state(),
             "planner": self._session.planner.state(),
+            "calibration": self._calibration.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -126,6 +129,7 @@ class StepRunner:
         self._policy.load_state(state["loss"])
         if "planner" in state:
             self._session.planner.load_state(state["planner"])
+        self._calibration.load_state(state.get("calibration", 0))
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""
@@ -139,6 +143,7 @@ class StepRunner:
         if self._runs_whole():  # as the look has shown to be needed
             return self._run_whole(hook, args, precision)
         self._ahead.finish()
+        self._calibration.apply()
         step, scope, counted = self._scope(hook, call, trace)
         if hook is StepHook.TRAINING:
             self._planner.note(step)
@@ -146,6 +151,8 @@ class StepRunner:
             self._last = replace(call, micro_batches=(), batch=None, source=None)  # hold no data
             self._ahead.begin(self._module.trainer.fit_loop)
         program = self._session.run(step, scope)
+        if hook is StepHook.TRAINING and step.choice is not None:
+            self._calibration.note(step.choice, self._session.recorder.step)
         output, logs = self._share(program, counted)
         replicated = self._session.groups.mesh.num_replicas > 1
         replay(self._module, logs, self._session.device, replicated=replicated)

@@ -36,13 +36,13 @@ from pipeswift_lightning.strategies.assembly_times import AssemblyPart, Assembly
 from pipeswift_lightning.strategies.cost_source import read_costs
 from pipeswift_lightning.strategies.module_state import unchanged
 from pipeswift_lightning.strategies.network import PipelinedNetwork
+from pipeswift_lightning.strategies.options import MEASURE
 from pipeswift_lightning.strategies.records import recorded
 from pipeswift_lightning.strategies.step import StepCall
 
-__all__ = ["MEASURE", "Between", "CostSource", "completed", "cost_path", "keep_costs"]
+__all__ = ["Between", "CostSource", "completed", "cost_path", "keep_costs"]
 __all__ += ["measured_costs"]
 
-MEASURE = "measure"
 COST_FILE = "pipeswift_costs.json"
 
 

@@ -7,8 +7,8 @@ import torch
 from pipeswift_lightning.plan.partition import explicit_partition
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.cost_source import read_costs
-from pipeswift_lightning.strategies.measuring import MEASURE, Between, CostSource
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.measuring import Between, CostSource
+from pipeswift_lightning.strategies.options import MEASURE, PipelineOptions
 from pipeswift_lightning.strategies.planning import StepPlanner
 from pipeswift_lightning.strategies.start_planning import begin, choose, start_planning
 from pipeswift_lightning.strategies.step import StepCall

@@ -12,7 +12,9 @@ from pipeswift_lightning.plan.microbatches import (
     split_batch_size,
 )
 
-__all__ = ["LossScope", "LossWeight", "OptionError", "PipelineOptions"]
+__all__ = ["MEASURE", "LossScope", "LossWeight", "OptionError", "PipelineOptions"]
+
+MEASURE = "measure"  # in place of a file of costs
 
 
 class OptionError(ValueError):

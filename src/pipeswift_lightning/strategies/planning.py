@@ -23,7 +23,7 @@ from pipeswift_lightning.runtime.formed import form_batches
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.profiler import length_of
 from pipeswift_lightning.strategies.batch_lengths import BatchLengths, Known
-from pipeswift_lightning.strategies.options import PipelineOptions
+from pipeswift_lightning.strategies.options import MEASURE, PipelineOptions
 from pipeswift_lightning.strategies.step import StepCall
 from pipeswift_lightning.strategies.trimming import Trimming
 
@@ -55,6 +55,7 @@ class StepPlanner:
         module: The user's module.
         trimming: Where padding is cut off that a micro-batch does not need.
         choice: The plan of the last training step.
+        slowdown: By how much each stage is slower than the costs say; None: not known.
     """
 
     def __init__(self, module: LightningModule, options: PipelineOptions, num_stages: int) -> None:
@@ -69,6 +70,7 @@ class StepPlanner:
         self._batches = BatchLengths(module, options.buckets)
         self._cut = ""
         self.choice: Candidate | None = None
+        self.slowdown: tuple[float, ...] | None = None
         self._mean: Shape | None = None
         self._ran: tuple[Sequence[Sequence[int]], tuple[int, ...] | None] = ((), None)
 
@@ -81,6 +83,20 @@ class StepPlanner:
     def model(self) -> CostModel | None:
         """The costs."""
         return self._model
+
+    @property
+    def measures(self) -> bool:
+        """Whether plans follow from what this run measures, not from a file alone."""
+        return self.active and self._options.costs == MEASURE
+
+    @property
+    def overhead_s(self) -> float:
+        """What the costs of each Forward and Backward have besides its layers, in seconds."""
+        return 0.0 if self._model is None else self._model.overhead_s
+
+    def slow_down(self, slowdown: tuple[float, ...]) -> None:
+        """Plan with this factor of each stage's costs from now on, all ranks from one step on."""
+        self.slowdown = slowdown
 
     def first(self, model: CostModel, call: StepCall, partition: Partition | None) -> Choice:
         """Return the whole choice for one batch: partition, number of micro-batches and all.
@@ -227,6 +243,7 @@ class StepPlanner:
             "trimming": self.trimming.state(),
             "padding": self._batches.state(),
             "numbers": [astuple(self._training), astuple(self._evaluation)],
+            "slowdown": self.slowdown,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -236,6 +253,9 @@ class StepPlanner:
         self.trimming.load_state(state["trimming"])
         self._batches.load_state(state["padding"])
         self._training, self._evaluation = (_Number(*each) for each in state["numbers"])
+        slowdown = state.get("slowdown")
+        if slowdown is not None and len(slowdown) == self._num_stages:  # else of other stages
+            self.slowdown = tuple(slowdown)
 
     # -- the choice ---------------------------------------------------------------------------
 
@@ -256,7 +276,7 @@ class StepPlanner:
         larger = call.num_samples > last.samples  # such as training's, after a sanity check
         if number is None and not larger:
             number = min(last.micro_batches, call.num_samples)
-        key = known.key(call), partition.starts, number
+        key = known.key(call), partition.starts, number, self.slowdown
         chosen = self._chosen.get(key)
         if chosen is None:
             chosen = choose_plan(
@@ -284,6 +304,7 @@ class StepPlanner:
             num_stages=self._num_stages,
             layout=known.layout,
             link=model.link or Link(),
+            slowdown=self.slowdown,
             capacity_bytes=(limit,) * self._num_stages if isinstance(limit, float) else limit,
             sessions=known.sessions,
             reorder=known.free,
