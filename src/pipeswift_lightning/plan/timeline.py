@@ -26,8 +26,12 @@ class EventKind(StrEnum):
     OPTIMIZER = "optimizer"
     DATA_WAIT = "data_wait"
 
+    @property
+    def is_compute(self) -> bool:
+        """Whether the rank computes forward or backward, rather than waits or updates."""
+        return self is EventKind.FORWARD or self is EventKind.BACKWARD
 
-_COMPUTE = (EventKind.FORWARD, EventKind.BACKWARD)
+
 _SYMBOLS = {
     EventKind.FORWARD: "=",
     EventKind.BACKWARD: "#",
@@ -78,7 +82,7 @@ class Event:
     @property
     def is_compute(self) -> bool:
         """Whether the rank computed forward or backward, rather than waited or updated."""
-        return self.kind in _COMPUTE
+        return self.kind.is_compute
 
 
 @dataclass(frozen=True, slots=True)

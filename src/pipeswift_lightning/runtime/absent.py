@@ -6,8 +6,8 @@ computed locally and never sent. What depends on a parameter or on a layer of an
 run over a mixture of absent and present tensors.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -242,36 +242,41 @@ def _placed_on_meta(leaf: Any) -> Any:
     return _META if isinstance(leaf, torch.device) else _as_meta(leaf)
 
 
-@contextmanager
-def entered(mode: AbsentMode | None) -> Iterator[None]:
+def entered(mode: AbsentMode | None) -> AbstractContextManager[Any]:
     """Run a block in ``mode``, if there is one."""
-    if mode is None:
-        yield
-        return
-    with mode:
-        yield
+    return _NO_MODE if mode is None else mode
 
 
-@contextmanager
-def left(mode: AbsentMode | None) -> Iterator[None]:
+def left(mode: AbsentMode | None) -> AbstractContextManager[Any]:
     """Leave ``mode`` while a layer is called: what runs in it is none of the step's own code.
 
     In a layer of this stage nothing can be absent, and every look at a tensor would cost the mode's
     own call. Modes that the user's code has entered since stay as they are.
     """
-    if mode is None:
-        yield
-        return
-    stack: list[Any] = []
-    while not stack or stack[-1] is not mode:
-        stack.append(_pop_mode())  # type: ignore[no-untyped-call]
-    inner = stack[-2::-1]
-    for other in inner:
-        _push_mode(other)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for _ in inner:
+    return _NO_MODE if mode is None else _Left(mode)
+
+
+_NO_MODE = nullcontext()
+
+
+class _Left:
+    """Takes a mode off the stack, and puts it back to its place."""
+
+    # No generator: that would take twice as long, for each layer of each micro-batch.
+    def __init__(self, mode: AbsentMode) -> None:
+        self._mode = mode
+        self._inner: list[Any] = []
+
+    def __enter__(self) -> None:
+        top = _pop_mode()  # type: ignore[no-untyped-call]
+        while top is not self._mode:
+            self._inner.insert(0, top)
+            top = _pop_mode()  # type: ignore[no-untyped-call]
+        for other in self._inner:
+            _push_mode(other)  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc_info: object) -> None:
+        for _ in self._inner:
             _pop_mode()  # type: ignore[no-untyped-call]
-        for other in (mode, *inner):
+        for other in (self._mode, *self._inner):
             _push_mode(other)  # type: ignore[no-untyped-call]

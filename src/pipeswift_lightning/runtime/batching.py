@@ -5,7 +5,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -69,8 +69,7 @@ def split_batch(batch: Any, sizes: Sequence[int]) -> list[Any]:
     if sum(sizes) != total:
         msg = f"micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total}"
         raise BatchError(msg)
-    bounds = np.cumsum([0, *sizes]).tolist()
-    return [_taken(batch, total, partial(_slice, a, b)) for a, b in pairwise(bounds)]
+    return _parts(batch, total, len(sizes), partial(_sliced, list(sizes)))
 
 
 def fresh_containers(value: Any) -> Any:
@@ -84,6 +83,8 @@ def fresh_containers(value: Any) -> Any:
         >>> list(batch)
         ['x']
     """
+    if type(value) is Tensor:  # the question below takes long, and most values are no others
+        return value
     if isinstance(value, Mapping):
         return _like(value, {k: fresh_containers(v) for k, v in value.items()})
     if isinstance(value, list | tuple):
@@ -127,7 +128,7 @@ def select_rows(batch: Any, indices: Sequence[int]) -> Any:
         >>> select_rows({"x": torch.arange(4), "n": ["a", "b", "c", "d"]}, [2, 0])
         {'x': tensor([2, 0]), 'n': ['c', 'a']}
     """
-    return _taken(batch, num_samples(batch), partial(_pick, list(indices)))
+    return _parts(batch, num_samples(batch), 1, partial(_picked, list(indices)))[0]
 
 
 def tensors_by_path(batch: Any, path: str = "") -> list[tuple[str, Any]]:
@@ -181,18 +182,19 @@ def _rebuilt(value: Any, children: dict[Any, Any]) -> Any:
     return dataclasses.replace(value, **children)
 
 
-def _taken(value: Any, total: int, take: Callable[[Any], Any]) -> Any:
-    """Return the parts of all rows of samples in ``value`` that ``take`` returns."""
+def _parts(value: Any, total: int, count: int, take: Callable[[Any], list[Any]]) -> list[Any]:
+    """Return ``count`` batches, of the parts of each row of samples that ``take`` returns."""
     if isinstance(value, Tensor | np.ndarray):
-        return take(value) if value.ndim and value.shape[0] == total else value
+        return take(value) if value.ndim and value.shape[0] == total else [value] * count
     if value is None or isinstance(value, str | bytes | bool | int | float | complex):
-        return value
+        return [value] * count
     if type(value) is list and len(value) == total and not _has_tensor(value):
         return take(value)
     if isinstance(value, Mapping | list | tuple) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
-        return _rebuilt(value, {k: _taken(v, total, take) for k, v in _children(value)})
+        parts = {k: _parts(v, total, count, take) for k, v in _children(value)}
+        return [_rebuilt(value, {k: v[i] for k, v in parts.items()}) for i in range(count)]
     msg = (
         f"cannot split a batch that holds a {type(value).__name__}. Rule: batches are nested "
         "mappings, sequences or dataclasses of tensors. Remedy: define "
@@ -201,19 +203,18 @@ def _taken(value: Any, total: int, take: Callable[[Any], Any]) -> Any:
     raise BatchError(msg)
 
 
-def _slice(start: int, stop: int, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value[start:stop]
-    # Views that autograd takes for separate tensors: a layer that changes its input in place must
-    # not make the other micro-batches' inputs look changed.
-    sizes = [start, stop - start, len(value) - stop]
-    return torch.unsafe_split_with_sizes(value, sizes)[1]
-
-
-def _pick(indices: list[int], value: Any) -> Any:
+def _sliced(sizes: list[int], value: Any) -> list[Any]:
     if isinstance(value, Tensor):
-        return value.index_select(0, torch.tensor(indices, device=value.device))
-    return [value[i] for i in indices] if isinstance(value, list) else value[indices]
+        # Views that autograd takes for separate tensors: a layer that changes its input in place
+        # must not make the other micro-batches' inputs look changed.
+        return list(torch.unsafe_split_with_sizes(value, sizes))
+    return [value[a:b] for a, b in pairwise(accumulate(sizes, initial=0))]
+
+
+def _picked(indices: list[int], value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [value.index_select(0, torch.tensor(indices, device=value.device))]
+    return [[value[i] for i in indices] if isinstance(value, list) else value[indices]]
 
 
 def _like(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

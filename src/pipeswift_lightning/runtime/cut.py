@@ -269,10 +269,14 @@ class LayerCut:
     def _run_or_end(
         self, run: RunState, position: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        args, kwargs = self._bind_arguments(run, position, args, kwargs)
-        if position == run.last and run.trace is not None:
-            run.boundary = run.crossing(self.network_name)
-            raise _ReachedBoundaryError
+        if run.trace is not None:
+            leaves = leaves_of((args, kwargs))
+            changed = self._bind(run, run.trace, position, leaves)
+            if position == run.last:
+                run.boundary = run.crossing(self.network_name)
+                raise _ReachedBoundaryError
+            if changed:
+                args, kwargs = refilled((args, kwargs), leaves)
         run.reseed(position, True)  # noqa: FBT003 -- a layer
         output = original(*args, **kwargs)
         run.enter_gap(position + 1, output)
@@ -319,20 +323,15 @@ class LayerCut:
         run.enter_gap(position + 1, outputs)
         return refilled(template[1], outputs)
 
-    def _bind_arguments(
-        self, run: RunState, position: int, args: Any, kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Put the values that have arrived in the place of absent arguments."""
-        if run.trace is None:
-            return args, kwargs
-        leaves = leaves_of((args, kwargs))
+    def _bind(self, run: RunState, trace: StepTrace, position: int, leaves: list[Any]) -> bool:
+        """Put the values that have arrived in the place of absent arguments; were there any?"""
         if position == run.first:
-            run.remember(leaves, run.trace.inputs[position])
+            run.remember(leaves, trace.inputs[position])
             if run.mode is not None:
                 run.mode.absent_parameters = False
                 run.mode.resolve = run.resolve
         changed = False
-        for leaf, value in run.trace.inputs[position]:
+        for leaf, value in trace.inputs[position]:
             if value in run.present:
                 present = run.present[value]
                 note_present(leaves[leaf], present, f"layer {position} of {self.network_name}")
@@ -346,7 +345,7 @@ class LayerCut:
                     self._raise_absent(position, i)
                 leaves[i] = run.resolve[id(leaf_value)]
                 changed = True
-        return refilled((args, kwargs), leaves) if changed else (args, kwargs)
+        return changed
 
     def _raise_absent(self, position: int, leaf: int) -> None:
         msg = (

@@ -39,6 +39,20 @@ class StepRecord:
         ]
         return tuple(self._events)
 
+    def computed(self) -> tuple[float, float, float] | None:
+        """When computation began and ended, and its sum, in seconds; None if there was none.
+
+        On a GPU, this waits until its last part is over.
+        """
+        spans = [
+            (self._seconds(start), self._seconds(end))
+            for kind, _, _, start, end in self._added
+            if kind.is_compute
+        ]
+        if not spans:
+            return None
+        return spans[0][0], spans[-1][1], sum(end - start for start, end in spans)
+
     def _seconds(self, instant: Instant) -> float:
         if isinstance(instant, float):
             return instant

@@ -3,22 +3,17 @@
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
+from functools import cache
 
 import numpy as np
 import torch
 
-__all__ = ["StreamKind", "enter_layer", "preserved_rng", "reseeder", "stream_seed"]
+__all__ = ["enter_layer", "preserved_rng", "reseeder", "stream_seed"]
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
-
-
-class StreamKind(IntEnum):
-    """What draws from a stream: a layer, or the user's code in the gap before a layer."""
-
-    GAP = 0
-    LAYER = 1
+# What draws from a stream: the user's code in the gap before a layer, or a layer.
+_GAP, _LAYER = 0, 1
 
 
 def stream_seed(*key: int) -> int:
@@ -50,15 +45,18 @@ def reseeder(device: torch.device, *key: int) -> Callable[[int, bool], None]:
 
     The generators are seeded directly: ``torch.manual_seed`` costs a hundred times as much.
     """
-    gaps = _mixed(_START, (*key, StreamKind.GAP))
+    gaps = _mixed(_START, (*key, _GAP))
+    host, cuda = torch.default_generator, _cuda_generator(device)
 
     def reseed(index: int, is_layer: bool) -> None:  # noqa: FBT001 -- two kinds, one hot call
-        if is_layer:
-            enter_layer(device)
-            return
-        seed = _mixed(gaps, (index,)) >> 1
-        _seed(device, seed)
-        if index == 0:  # a run of the step begins: what it draws elsewhere agrees on all stages
+        # As in `enter_layer`, but with few calls: this runs several times in a micro-batch.
+        state, key = (_START, (host.initial_seed(), _LAYER)) if is_layer else (gaps, (index,))
+        seed = _mixed(state, key) >> 1
+        host.manual_seed(seed)
+        if cuda is not None:
+            cuda.manual_seed(seed)
+        if index == 0 and not is_layer:
+            # A run of the step begins: what it draws elsewhere agrees on all stages.
             random.seed(seed)
             np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002 -- users' code draws from it
 
@@ -71,15 +69,12 @@ def enter_layer(device: torch.device) -> None:
     So activation checkpointing, which restores the random state from before a layer's call, makes
     the layer draw the same again.
     """
-    gap = torch.default_generator.initial_seed()
-    _seed(device, stream_seed(gap, StreamKind.LAYER))
+    reseeder(device)(0, True)  # noqa: FBT003 -- a layer
 
 
-def _seed(device: torch.device, seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    cuda = _cuda_generator(device)
-    if cuda is not None:
-        cuda.manual_seed(seed)
+@cache  # to ask the device takes as long as to seed
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @contextmanager
@@ -101,7 +96,7 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator | None:
-    if device.type != "cuda":
+    if not _is_cuda(device):
         return None
     index: int | None = device.index
     if index is None:

@@ -116,12 +116,13 @@ class RunState:
             CutError: This batch did not make one of them.
         """
         carried = self.trace.carried(self.last) if self.trace is not None else ()
-        if not self.present.keys() >= {*carried}:
+        try:
+            return tuple([self.present[value] for value in carried])
+        except KeyError:
             msg = (
                 f"code between the layers of {network} made fewer values than in the first step "
                 "(a list whose length depends on the batch), and later code uses them. Rule: what "
                 "crosses a cut is the same for every batch. Remedy: join the list before the next "
                 "layer, or move the cut by partition=[...]"
             )
-            raise CutError(msg)
-        return tuple(self.present[value] for value in carried)
+            raise CutError(msg) from None

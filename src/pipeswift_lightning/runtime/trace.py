@@ -91,17 +91,18 @@ class StepTrace:
             >>> trace.carried(1), trace.carried(0), trace.carried(2)
             ((0,), (), ())
         """
-        if not 0 < boundary < self.num_layers:
-            return ()
-        if boundary not in self._carried:
-            self._carried[boundary] = tuple(
+        known = self._carried.get(boundary)
+        if known is None:
+            inside = 0 < boundary < self.num_layers
+            known = self._carried[boundary] = tuple(
                 index
                 for index, value in enumerate(self.values)
-                if value.created_in_gap <= boundary
+                if inside
+                and value.created_in_gap <= boundary
                 and value.named_at <= boundary
                 and value.last_use >= boundary
             )
-        return self._carried[boundary]
+        return known
 
     def crossing(self, first: int, last: int) -> Mapping[Operation, int]:
         """Return the values that code outside the layers makes, and that cross a stage's cuts.

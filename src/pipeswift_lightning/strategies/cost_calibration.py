@@ -65,9 +65,9 @@ class CostCalibration:
         if last is None:
             return
         chosen, planned_with, record = last
-        busy_s = sum(event.duration_s for event in record.events() if event.is_compute)
+        computed = record.computed()
         found = slowdown_of(
-            busy_s,
+            0.0 if computed is None else computed[-1],
             chosen.costs,
             self._groups.coordinate.stage,
             planned_with=planned_with,

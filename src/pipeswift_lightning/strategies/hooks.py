@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
@@ -77,6 +77,8 @@ def _in_words(trainer: Trainer, hook: StepHook) -> str:
 
 def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any]:
     """Return the precision plugin's context for a hook."""
+    if type(precision) is Precision:  # which has none; to ask takes long, for each micro-batch
+        return nullcontext()
     match hook:
         case StepHook.TRAINING:
             return precision.train_step_context()
@@ -256,14 +258,14 @@ class StepRunner:
                 call = self._planner.planned(call)
             return self._weighted(call, self._shares(call, trace)), scope, None
         planned = self._planner.planned(call) if not self._policy.whole else call
-        scope, check = self._policy.next_step(self._shares(planned, trace))
+        counted = self._shares(planned, trace)
+        scope, check = self._policy.next_step(counted)
         if scope is LossScope.PER_SAMPLE:
-            return self._trimmed(planned, call, trace), scope, None
+            return self._trimmed(self._weighted(planned, counted), call, trace), scope, None
         return call, scope, self._shares(call, trace) if check else None
 
-    def _trimmed(self, planned: StepCall, call: StepCall, trace: StepTrace) -> StepCall:
-        """Return the step to run, with its weights, and its padding if that matters."""
-        step = self._weighted(planned, self._shares(planned, trace))
+    def _trimmed(self, step: StepCall, call: StepCall, trace: StepTrace) -> StepCall:
+        """Return the step to run, as it was planned, or with its padding if that matters."""
         if self._trims.may_run(step):
             return step
         plain = self._planner.planned(call)
@@ -296,7 +298,8 @@ class StepRunner:
             found = self._compare(call, whole, parts, counted) if self._session.is_last else {}
             self._policy.learn(self._session.talk.from_last(found), counted)
         if not self._policy.whole:
-            return self._trimmed(planned, call, trace), LossScope.PER_SAMPLE, None
+            step = self._weighted(planned, self._shares(planned, trace))
+            return self._trimmed(step, call, trace), LossScope.PER_SAMPLE, None
         self._warn_of_scalar()
         return call.in_one(), LossScope.PER_SAMPLE, None
 

@@ -24,9 +24,11 @@ class LayerWrappers:
         self._compilation = Compilation(network.layers, dict(options.compile or ()))
 
     def install(self) -> None:
-        """Put the wrappers in place."""
-        self._compilation.install()
-        self._recomputation.install()
+        """Put those in place that the user wants: each is one more call of each layer."""
+        if self._options.compile is not None:
+            self._compilation.install()
+        if self._options.recompute:
+            self._recomputation.install()
 
     def choose(self, layers: Sequence[int], stage: int) -> None:
         """Compile the stage's layers, and recompute the first: they are held longest."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric
@@ -44,41 +44,62 @@ class MergedLog:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-@contextmanager
-def recorded(module: LightningModule) -> Iterator[list[LogRecord]]:
-    """Collect the calls of ``self.log`` (and ``log_dict``) instead of making them."""
-    records: list[LogRecord] = []
+class recorded:  # noqa: N801 -- a context, as those of contextlib
+    """Collect the calls of ``self.log`` (and ``log_dict``) instead of making them.
 
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
-        if isinstance(value, Mapping):
+    Args:
+        module: The module whose calls are collected; entering gives the list.
+    """
+
+    # No generator: that would take several times as long, for each micro-batch.
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._records: list[LogRecord] = []
+
+    def __enter__(self) -> list[LogRecord]:
+        self._module.__dict__["log"] = self._log
+        return self._records
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._module.__dict__.pop("log", None)
+
+    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        metric, tensor = None, None
+        if isinstance(value, Tensor):
+            tensor = _copied(value, name)
+        elif isinstance(value, Metric):
+            modules = self._module.named_modules()
+            metric = next((n for n, m in modules if m is value), None)
+            tensor = _detached(getattr(value, "_forward_cache", None))
+        elif isinstance(value, Mapping):
             msg = (
                 f"self.log({name!r}, {value!r}) logs a dict. Rule: self.log takes one value. "
                 "Remedy: self.log_dict(...)"
             )
             raise TypeError(msg)
-        if isinstance(value, Metric):
-            metric = next((n for n, m in module.named_modules() if m is value), None)
-            cached = getattr(value, "_forward_cache", None)
-            records.append(LogRecord(name, _detached(cached), metric, options))
-            return
-        tensor = (value if isinstance(value, Tensor) else torch.as_tensor(value)).detach().clone()
-        if tensor.is_meta:
-            msg = (
-                f"self.log({name!r}) logs a value that another stage computes. Rule: steps log "
-                "what the last stage has (its layers' outputs, the loss, the batch). Remedy: log "
-                "it after the network's call, from its output"
-            )
-            raise RuntimeError(msg)
-        records.append(LogRecord(name, tensor, None, options))
-
-    module.__dict__["log"] = log
-    try:
-        yield records
-    finally:
-        module.__dict__.pop("log", None)
+        else:
+            tensor = _copied(torch.as_tensor(value), name)
+        options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+        self._records.append(LogRecord(name, tensor, metric, options))
 
 
+def _copied(value: Tensor, name: str) -> Tensor:
+    """Return a tensor as it is now, without its history."""
+    with torch._C.DisableTorchFunction():  # a look at each call, though what is here is present
+        if type(value) in _PLAIN and not value.is_meta:
+            return value.detach().clone()
+    copy = value.detach().clone()  # a value that has arrived here may stand for it
+    if copy.is_meta:
+        msg = (
+            f"self.log({name!r}) logs a value that another stage computes. Rule: steps log "
+            "what the last stage has (its layers' outputs, the loss, the batch). Remedy: log "
+            "it after the network's call, from its output"
+        )
+        raise RuntimeError(msg)
+    return copy
+
+
+_PLAIN = {Tensor, nn.Parameter}
 _LOG_ARGUMENTS = tuple(signature(LightningModule.log).parameters)[3:]  # after self, name, value
 
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from pipeswift_lightning.runtime.agreement import Comparison
 from pipeswift_lightning.runtime.announcement import Expected, tell
@@ -13,6 +12,7 @@ from pipeswift_lightning.runtime.communication import communicating, in_collecti
 from pipeswift_lightning.runtime.mesh import MeshGroups
 from pipeswift_lightning.runtime.progress import EVERYONE, Progress
 from pipeswift_lightning.runtime.stage_program import Admission
+from pipeswift_lightning.runtime.structure import mapped
 
 __all__ = ["StageTalk"]
 
@@ -83,7 +83,7 @@ class StageTalk:
                 value = expected.value()
         # Only after success: a report on a failure must still find where it happened.
         self._progress.mark(before)
-        return tree_map_only(Tensor, lambda t: t.to(self._device), value)
+        return mapped(lambda x: x.to(self._device) if isinstance(x, Tensor) else x, value)
 
 
 def _nothing(*, patience_s: float | None = None) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from pipeswift_lightning.plan.candidates import Candidate
@@ -18,6 +17,7 @@ from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.restoring import Trim
 from pipeswift_lightning.runtime.rng import reseeder
 from pipeswift_lightning.runtime.stage_program import StageProgram
+from pipeswift_lightning.runtime.structure import mapped
 from pipeswift_lightning.runtime.trace import StepTrace
 from pipeswift_lightning.strategies.loss_weights import Weighting
 from pipeswift_lightning.strategies.records import (
@@ -108,10 +108,10 @@ class StepCall:
         """Whether the step is differentiated."""
         return self.hook == "training_step" and not self.probing
 
-    @property
-    def loss_weights(self) -> tuple[float, ...]:
-        """The share of each micro-batch in the loss."""
-        return self.weighting.loss or tuple(size / sum(self.sizes) for size in self.sizes)
+    def loss_weight(self, micro_batch: int) -> float:
+        """The share of one micro-batch in the loss."""
+        given = self.weighting.loss
+        return given[micro_batch] if given else self.sizes[micro_batch] / sum(self.sizes)
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ class StepProgram(StageProgram):
         return self._loss(result.output, micro_batch) if call.training else None
 
     def _loss(self, output: Any, micro_batch: int) -> Tensor | None:
-        loss, weight = loss_of(output), self.call.loss_weights[micro_batch]
+        loss, weight = loss_of(output), self.call.loss_weight(micro_batch)
         if loss is None or weight == 0:  # a mean over no tokens is nan, and nan * 0 too
             return None
         return self.call.scale(loss * (weight / self.call.loss_divisor))
@@ -222,4 +222,4 @@ def loss_of(output: Any) -> Tensor | None:
 
 def without_graph(output: Any) -> Any:
     """Return ``output`` with its tensors detached."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach(), output)
+    return mapped(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -31,10 +31,9 @@ class StepTimes:
 
     def _settle(self) -> None:
         record, self._last = self._last, None
-        compute = [event for event in record.events() if event.is_compute] if record else ()
-        if compute:
-            busy_s = sum(event.duration_s for event in compute)
-            self._steps.append((compute[0].start_s, compute[-1].end_s, busy_s))
+        computed = None if record is None else record.computed()
+        if computed is not None:
+            self._steps.append(computed)
 
     def bubbles(self, groups: MeshGroups) -> list[float] | None:
         """Return the idle share of each stage; collective over the pipeline.
