@@ -69,6 +69,25 @@ def test_nothing_waits_for_the_device_until_it_is_asked() -> None:
     assert recorder.events() == ()
 
 
+def test_a_step_that_is_looked_at_late_took_as_long() -> None:
+    device = Device()
+    recorder = Recorder(0, clock=DeviceClock(device.event))
+    recorder.begin()
+    for kind in (EventKind.FORWARD, EventKind.RECEIVE_WAIT, EventKind.BACKWARD):
+        start = recorder.now()
+        device.now_ms += 0.125
+        recorder.add(kind, 0, 0, start, recorder.now())
+    record, step_s = recorder.step, 3 * 0.125e-3
+    for _ in range(2):
+        device.now_ms += 1e7 / 3  # hours of validation
+        recorder.begin()
+    computed = record.computed()
+    assert computed is not None
+    assert computed[1] - computed[0] == pytest.approx(step_s, abs=1.0)  # to a float of hours
+    assert computed[2] == pytest.approx(2 * 0.125e-3, abs=1e-9)
+    assert recorder.step.computed() is None
+
+
 def test_an_instant_before_the_first_step_has_no_time() -> None:
     clock = DeviceClock(Device().event)
     with pytest.raises(RuntimeError, match=r"call begin\(\) first"):

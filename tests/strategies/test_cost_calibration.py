@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from pipeswift_lightning import PipeSwiftStrategy
 from pipeswift_lightning.plan.candidates import Candidate
+from pipeswift_lightning.plan.cost_model import CostModel
 from pipeswift_lightning.plan.partition import explicit_partition
 from pipeswift_lightning.plan.timeline import EventKind
 from pipeswift_lightning.runtime.mesh import Mesh, MeshGroups
@@ -28,13 +29,18 @@ from tests.strategies.test_planning import call
 
 SLOWER = 1.25, 0.75  # than its costs, by stage
 LENGTHS = [3, 5, 2, 8]
+OPTIONS = PipelineOptions.of(costs="measure")
 
 
 def planner(stages: int, source: str = "measure") -> StepPlanner:
     made = StepPlanner(Padded(), PipelineOptions.of(costs=source), stages)
-    partition = explicit_partition(LAYERS, starts=[0, LAYERS // 2][:stages])
-    made.begin(costs(), partition, number=2, num_samples=len(LENGTHS), schedule="1f1b")
+    begin(made, costs())
     return made
+
+
+def begin(made: StepPlanner, model: CostModel) -> None:
+    partition = explicit_partition(LAYERS, starts=[0, LAYERS // 2][: made._num_stages])
+    made.begin(model, partition, number=2, num_samples=len(LENGTHS), schedule="1f1b")
 
 
 def groups_of(stages: int) -> MeshGroups:
@@ -62,16 +68,14 @@ def run(made: StepPlanner, stage: int) -> tuple[Candidate, StepRecord]:
     return chosen, record
 
 
-def calibrated(made: StepPlanner, groups: MeshGroups, steps: int, before: int = 0) -> list[Any]:
+def calibrated(made: StepPlanner, groups: MeshGroups, steps: int, **options: Any) -> list[Any]:
     """Return what is planned with after each step."""
-    calibration, found = CostCalibration(made, groups, Progress()), []
-    calibration.load_state(before)
+    calibration, found = CostCalibration(made, groups, Progress(), **options), []
     for _ in range(steps):
         calibration.note(*run(made, groups.coordinate.stage))
         calibration.apply()
         calibration.apply()  # as before a validation batch that follows
         found.append(made.slowdown)
-    assert calibration.state() == before + (steps if made.measures else 0)
     return found
 
 
@@ -94,10 +98,10 @@ def test_one_stage_is_scaled_after_eight_steps(alone: MeshGroups) -> None:
     assert chosen_by(made).step_s == pytest.approx(before.step_s * SLOWER[0])
 
 
-def test_a_run_that_is_resumed_in_between_waits_for_the_next_time(alone: MeshGroups) -> None:
-    found = calibrated(planner(1), alone, 12, before=5)
-    assert found[:10] == [None] * 10
-    assert found[10] == pytest.approx(SLOWER[:1])  # the 16th
+def test_compiled_layers_take_longer_to_be_compared(alone: MeshGroups) -> None:
+    found = calibrated(planner(1), alone, 64, compiles=True)
+    assert found[:63] == [None] * 63
+    assert found[63] == pytest.approx(SLOWER[:1])
 
 
 def test_a_file_of_costs_is_taken_as_it_is(alone: MeshGroups) -> None:
@@ -107,11 +111,37 @@ def test_a_file_of_costs_is_taken_as_it_is(alone: MeshGroups) -> None:
 def test_a_resumed_run_plans_with_the_same_factors() -> None:
     made = planner(2)
     made.slow_down(SLOWER)
-    resumed, other = planner(2), planner(1)
-    for each in (resumed, other):
+    state = made.state()
+    resumed, early = planner(2), StepPlanner(Padded(), OPTIONS, 2)
+    resumed.load_state(state)
+    early.load_state(state)  # as it is: before the first batch
+    begin(early, costs())
+    for each in (resumed, early):
+        assert each.slowdown == SLOWER
+        assert chosen_by(each) == chosen_by(made)
+
+
+def test_factors_of_other_stages_or_costs_are_left() -> None:
+    made = planner(2)
+    made.slow_down(SLOWER)
+    others = planner(1), planner(2, "costs.json"), StepPlanner(Padded(), OPTIONS, 2)
+    for each in others:
         each.load_state(made.state())
-    assert (resumed.slowdown, other.slowdown) == (SLOWER, None)  # other stages, other factors
-    assert chosen_by(resumed) == chosen_by(made)
+    begin(others[-1], costs(error=0.5))
+    assert [each.slowdown for each in others] == [None] * 3
+
+
+@pytest.mark.world_size(2)
+def test_steps_are_counted_anew_when_layers_have_moved() -> None:
+    made = planner(2)
+    calibration = CostCalibration(made, groups_of(2), Progress())
+    for step in range(6 + 8):
+        if step == 6:
+            made.repartition(explicit_partition(LAYERS, starts=[0, 1]))
+        assert made.slowdown is None
+        calibration.note(*run(made, dist.get_rank()))
+        calibration.apply()
+    assert made.slowdown == pytest.approx(SLOWER)
 
 
 @pytest.mark.world_size(2)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
+from pipeswift_lightning.runtime.absent import AbsentMode
 from pipeswift_lightning.strategies.records import (
     LogRecord,
     merge_outputs,
@@ -73,6 +74,21 @@ def test_calls_are_collected_not_made() -> None:
     assert records[0].value is not None
     assert not records[0].value.requires_grad
     assert "log" not in vars(module)
+
+
+def test_a_value_that_stands_for_an_absent_one_is_collected() -> None:
+    module, weight = LightningModule(), torch.nn.Parameter(torch.ones(()))
+    absent, arrived = torch.ones((), device="meta"), torch.tensor(2.0)
+    mode = AbsentMode(torch.device("cpu"), absent_parameters=False)
+    mode.resolve = {id(absent): arrived}
+    with recorded(module) as records, mode:
+        module.log("a", absent)
+        module.log("b", arrived)
+        arrived.add_(1)  # what is logged is as it was
+        mode.absent_parameters = True  # as in the first look, where all are in this process
+        with pytest.raises(RuntimeError, match="another stage computes"):
+            module.log("c", weight)
+    assert [float(r.value) for r in records if r.value is not None] == [2.0, 2.0]
 
 
 def test_outputs() -> None:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from pipeswift_lightning.plan.costs import StepCosts
 
-__all__ = ["WINDOW", "counts", "differ", "is_due", "slowdown_of"]
+__all__ = ["FIRST", "WINDOW", "counts", "differ", "is_due", "slowdown_of"]
 
-_FIRST = 8  # steps; the first of them allocate and warm up
+FIRST = 8  # steps; the first of them allocate and warm up
 WINDOW = 5  # steps that count each time
 _LEAST = 0.02  # change of a factor below which plans stay as they are
 
@@ -60,26 +60,34 @@ def differ(now: Sequence[float] | None, found: Sequence[float]) -> bool:
     )
 
 
-def is_due(steps: int) -> bool:
+def is_due(steps: int, first: int = FIRST) -> bool:
     """Whether it is time, after so many steps, to put together what stages have found.
 
-    That is after 8 steps, and whenever their number has doubled: what the profile missed shows at
-    once, what changes in a run is followed, and the cost goes to nothing. It follows from the
-    number of steps alone, so that all ranks of a pipeline come to it together.
+    That is after the first 8 steps, and whenever their number has doubled: what the profile missed
+    shows at once, what changes in a run is followed, and the cost goes to nothing. It follows from
+    the number of steps alone, so that all ranks of a pipeline come to it together.
+
+    Args:
+        steps: Number of steps.
+        first: After how many it is time for the first time; a power of two, 8 or more.
 
     Example:
         >>> [steps for steps in range(100) if is_due(steps)]
         [8, 16, 32, 64]
     """
-    return steps >= _FIRST and steps.bit_count() == 1
+    return steps >= first and steps.bit_count() == 1
 
 
-def counts(step: int) -> bool:
+def counts(step: int, first: int = FIRST) -> bool:
     """Whether a step, counted from 1, is among those that are looked at.
+
+    Args:
+        step: The step.
+        first: As in `is_due`.
 
     Example:
         >>> [step for step in range(1, 18) if counts(step)]
         [4, 5, 6, 7, 8, 12, 13, 14, 15, 16]
     """
-    due = max(_FIRST, 1 << (step - 1).bit_length())
+    due = max(first, 1 << (step - 1).bit_length())
     return due - step < WINDOW

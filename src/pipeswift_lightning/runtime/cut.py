@@ -256,12 +256,15 @@ class LayerCut:
         run = self._run
         if run is None:
             return self._call_outside(index, original, args, kwargs)
-        position = run.position
-        if run.trace is not None:
-            self._check_order(run, index, position)
-        run.leave_gap(self.network_name)
+        position, trace, mode = run.position, run.trace, run.mode
+        if trace is not None:
+            order = trace.order
+            if position >= len(order) or order[position] != index:
+                raise CutError(self.call.out_of_order(index, position, order))
+        if mode is not None and mode.counter is not None:
+            run.leave_gap(self.network_name, mode.counter)
         run.position += 1
-        with left(run.mode):
+        with left(mode):
             if position < run.first:
                 return self._skip(run, index, original, args, kwargs)
             return self._run_or_end(run, position, original, args, kwargs)
@@ -294,12 +297,6 @@ class LayerCut:
             args, kwargs = with_present((args, kwargs))
             enter_layer(self.device)
         return original(*args, **kwargs)
-
-    def _check_order(self, run: RunState, index: int, position: int) -> None:
-        order = run.trace.order if run.trace is not None else ()
-        if position < len(order) and order[position] == index:
-            return
-        raise CutError(self.call.out_of_order(index, position, order))
 
     def _skip(
         self, run: RunState, index: int, original: Callable[..., Any], args: Any, kwargs: Any

@@ -44,20 +44,26 @@ class StepRecord:
 
         On a GPU, this waits until its last part is over.
         """
-        spans = [
-            (self._seconds(start), self._seconds(end))
-            for kind, _, _, start, end in self._added
-            if kind.is_compute
-        ]
+        spans = [(start, end) for kind, _, _, start, end in self._added if kind.is_compute]
         if not spans:
             return None
-        return spans[0][0], spans[-1][1], sum(end - start for start, end in spans)
+        last_s = self._seconds(spans[-1][1])
+        return self._seconds(spans[0][0]), last_s, sum(_between_s(*span) for span in spans)
 
     def _seconds(self, instant: Instant) -> float:
         if isinstance(instant, float):
             return instant
         assert self._clock is not None
         return self._clock.seconds(instant)
+
+
+def _between_s(start: Instant, end: Instant) -> float:
+    """Return the seconds from one instant to another; both are over."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    assert not isinstance(end, float)
+    return 1e-3 * start.elapsed_time(end)  # exact, however long ago it was
 
 
 class Recorder:

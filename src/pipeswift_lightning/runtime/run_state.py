@@ -70,18 +70,15 @@ class RunState:
         for leaf, value in pairs:
             self.stand_in(leaves[leaf], value)
 
-    def leave_gap(self, network: str) -> None:
-        """A layer is called: the code before it has ended.
+    def leave_gap(self, network: str, counter: OperationCounter) -> None:
+        """A layer is called: the code before it, whose operations were counted, has ended.
 
         Raises:
             CutError: That code ran other operations than in the first step, and they name values.
         """
-        counter = self.mode.counter if self.mode is not None else None
-        if counter is None or self.trace is None:
-            return
-        gap = self.position
+        gap, digests = self.position, {} if self.trace is None else self.trace.digests
         named = any(operation.gap == gap for operation in self._wanted)
-        if named and counter.digest != self.trace.digests.get(gap):
+        if named and counter.digest != digests.get(gap):
             msg = (
                 f"the code of {network} before its layer {gap} (in call order) ran other "
                 "operations than in the first step, and a value from there is used after later "

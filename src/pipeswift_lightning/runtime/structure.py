@@ -36,12 +36,12 @@ def _collect(value: Any, leaves: list[Any]) -> None:
     kind = type(value)
     if kind in _LEAVES:
         leaves.append(value)
-    elif kind is tuple or kind is list:
-        for part in value:
-            _collect(part, leaves)
-    elif kind is dict:
-        for part in value.values():
-            _collect(part, leaves)
+    elif kind is tuple or kind is list or kind is dict:
+        for part in value.values() if kind is dict else value:
+            if type(part) in _LEAVES:  # without a call: nearly all are
+                leaves.append(part)
+            else:
+                _collect(part, leaves)
     else:
         leaves.extend(tree_flatten(value)[0])
 
@@ -60,10 +60,9 @@ def _refill(value: Any, leaves: Iterator[Any]) -> Any:
     kind = type(value)
     if kind in _LEAVES:
         return next(leaves)
-    if kind is tuple:
-        return tuple([_refill(part, leaves) for part in value])
-    if kind is list:
-        return [_refill(part, leaves) for part in value]
+    if kind is tuple or kind is list:
+        filled = [next(leaves) if type(x) in _LEAVES else _refill(x, leaves) for x in value]
+        return tuple(filled) if kind is tuple else filled
     if kind is dict:
         return {key: _refill(part, leaves) for key, part in value.items()}
     mine, spec = tree_flatten(value)

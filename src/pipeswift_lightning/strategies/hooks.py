@@ -110,7 +110,12 @@ class StepRunner:
         )
         self._last: StepCall | None = None
         self._ahead = LookAhead(self._plan_ahead)
-        self._calibration = CostCalibration(session.planner, session.groups, session.progress)
+        self._calibration = CostCalibration(
+            session.planner,
+            session.groups,
+            session.progress,
+            compiles=options.compile is not None,
+        )
         self._trims = TrimChecks(session, self._policy, session.talk.from_last)
 
     def state(self) -> dict[str, Any]:
@@ -121,7 +126,6 @@ class StepRunner:
             "largest_batch": self._largest_batch,
             "loss": self._policy.state(),
             "planner": self._session.planner.state(),
-            "calibration": self._calibration.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -131,7 +135,6 @@ class StepRunner:
         self._policy.load_state(state["loss"])
         if "planner" in state:
             self._session.planner.load_state(state["planner"])
-        self._calibration.load_state(state.get("calibration", 0))
 
     def run(self, hook: StepHook, args: tuple[Any, ...], precision: Precision) -> Any:
         """Run one step; returns what the user's step would have returned for the whole batch."""

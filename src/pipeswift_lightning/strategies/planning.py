@@ -4,6 +4,7 @@ Every rank of a pipeline computes the same plan from the same costs and the same
 compare it before they run it. What is searched is limited by numbers of evaluations, never by time.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -71,6 +72,7 @@ class StepPlanner:
         self._cut = ""
         self.choice: Candidate | None = None
         self.slowdown: tuple[float, ...] | None = None
+        self._resumed: tuple[Sequence[float] | None, str] | None = None
         self._mean: Shape | None = None
         self._ran: tuple[Sequence[Sequence[int]], tuple[int, ...] | None] = ((), None)
 
@@ -106,6 +108,7 @@ class StepPlanner:
             call: A step on the batch.
             partition: The partition, if it is fixed.
         """
+        self._take_up(model)
         known = self._batches.ahead(call, trims=self.trimming.applies(call.hook))
         workload = self._workload(model, call, known, partition)
         wanted = self._wanted(call)
@@ -135,6 +138,7 @@ class StepPlanner:
             schedule: The schedule to search first.
         """
         self._model, self._partition = model, partition
+        self._take_up(model)
         self._schedules = (schedule, *(s for s in self._schedules if s != schedule))
         if not self._training.micro_batches:  # else it is a resumed run's
             self._training = _Number(number, num_samples)
@@ -243,7 +247,7 @@ class StepPlanner:
             "trimming": self.trimming.state(),
             "padding": self._batches.state(),
             "numbers": [astuple(self._training), astuple(self._evaluation)],
-            "slowdown": self.slowdown,
+            "slowdown": None if self._model is None else (self.slowdown, _digest(self._model)),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -253,9 +257,17 @@ class StepPlanner:
         self.trimming.load_state(state["trimming"])
         self._batches.load_state(state["padding"])
         self._training, self._evaluation = (_Number(*each) for each in state["numbers"])
-        slowdown = state.get("slowdown")
-        if slowdown is not None and len(slowdown) == self._num_stages:  # else of other stages
-            self.slowdown = tuple(slowdown)
+        self._resumed = state.get("slowdown")
+        if self._model is not None:
+            self._take_up(self._model)
+
+    def _take_up(self, model: CostModel) -> None:
+        """Go on with a checkpoint's factors, if they are of these costs and so many stages."""
+        if self._resumed is None or self._options.costs != MEASURE:
+            return
+        (factors, digest), self._resumed = self._resumed, None
+        if factors is not None and len(factors) == self._num_stages and digest == _digest(model):
+            self.slowdown = tuple(factors)
 
     # -- the choice ---------------------------------------------------------------------------
 
@@ -266,7 +278,7 @@ class StepPlanner:
         """Return a batch's plan, and remember it.
 
         It follows from its key alone, so that ranks agree whatever each has planned ahead, and a
-        resumed run with one that was not stopped.
+        resumed run with one that was not stopped (but for factors that either finds later).
         """
         model, partition = self._model, self._partition  # may move while a thread plans ahead
         assert model is not None
@@ -313,6 +325,10 @@ class StepPlanner:
             warm_up=options.warm_up,
             sizes=call.sizes if isinstance(options.micro_batches, tuple) else None,
         )
+
+
+def _digest(model: CostModel) -> str:
+    return hashlib.blake2b(model.to_json().encode(), digest_size=8).hexdigest()
 
 
 def plan_of(call: StepCall, partition: Partition, options: PipelineOptions, *, whole: bool) -> Plan:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torchmetrics import Metric
@@ -86,7 +86,7 @@ class recorded:  # noqa: N801 -- a context, as those of contextlib
 def _copied(value: Tensor, name: str) -> Tensor:
     """Return a tensor as it is now, without its history."""
     with torch._C.DisableTorchFunction():  # a look at each call, though what is here is present
-        if type(value) in _PLAIN and not value.is_meta:
+        if type(value) is Tensor and not value.is_meta:  # a parameter may soon be elsewhere
             return value.detach().clone()
     copy = value.detach().clone()  # a value that has arrived here may stand for it
     if copy.is_meta:
@@ -99,7 +99,6 @@ def _copied(value: Tensor, name: str) -> Tensor:
     return copy
 
 
-_PLAIN = {Tensor, nn.Parameter}
 _LOG_ARGUMENTS = tuple(signature(LightningModule.log).parameters)[3:]  # after self, name, value
 
 
