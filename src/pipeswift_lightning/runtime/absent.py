@@ -82,6 +82,7 @@ class AbsentMode(TorchFunctionMode):
 
     Attributes:
         counter: Counts what depends on parameters, where values are named by their operations.
+        deferred: By ``id``, absent tensors whose shape is not known yet, and what finds it.
     """
 
     def __init__(
@@ -100,6 +101,12 @@ class AbsentMode(TorchFunctionMode):
         self.resolve = resolve if resolve is not None else {}
         self.strict = strict
         self.counter: OperationCounter | None = None
+        self.deferred: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
+
+    def known(self, leaf: Any) -> Any:
+        """Return a tensor of the right shape for a deferred one; anything else as it is."""
+        found = self.deferred.get(id(leaf))
+        return leaf if found is None else found[1]()
 
     @override
     def __torch_function__(
@@ -129,6 +136,8 @@ class AbsentMode(TorchFunctionMode):
             return self.device
         if func == _IS_META_GETTER:
             return True
+        if self.deferred:
+            args, kwargs = mapped(self.known, (args, kwargs))
         if self.on_parameter is not None:
             mapped(self._note, (args, kwargs))
         return self._run_absent(func, args, kwargs)

@@ -7,21 +7,21 @@ a stage executes its own layers and the code between them, and each mask or posi
 on the batch alone is computed where it is used.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeswift_lightning.runtime.absent import AbsentMode, absent_output, entered, left
+from pipeswift_lightning.runtime.absent import AbsentMode, entered, left
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
 from pipeswift_lightning.runtime.rng import enter_layer
 from pipeswift_lightning.runtime.run_state import RunState
+from pipeswift_lightning.runtime.skipped import SkippedLayers
 from pipeswift_lightning.runtime.structure import leaves_of, mapped, refilled
 from pipeswift_lightning.runtime.trace import StepTrace
 
@@ -40,10 +40,6 @@ class Completed:
     """The run reached the end of the step; ``output`` is what the step returned."""
 
     output: Any
-
-
-_MAX_TEMPLATES = 4096
-_VALUES = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 class _ReachedBoundaryError(BaseException):
@@ -80,7 +76,7 @@ class LayerCut:
         self._discovery: Discovery | None = None
         self.call = NetworkCall(network_name, len(self.layers), device)
         self.on_outside: Callable[[], None] | None = None  # a layer runs outside any run
-        self._templates: dict[tuple[Any, ...], Any] = {}
+        self._skipped = SkippedLayers(self.layers, network_name)
         self._originals: list[tuple[nn.Module, Callable[..., Any]]] = []
 
     @property
@@ -302,23 +298,14 @@ class LayerCut:
         self, run: RunState, index: int, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         assert run.trace is not None
+        assert run.mode is not None
         position = run.position - 1
         leaves = leaves_of((args, kwargs))
         run.remember(leaves, run.trace.inputs[position])
-        key = (index, self.layers[index].training, *map(_described, leaves))
-        template = self._templates.get(key)
-        if template is None:
-            with entered(run.mode):
-                output = absent_output(original, args, kwargs)
-            template = leaves_of(output), output
-            if len(self._templates) >= _MAX_TEMPLATES:
-                self._templates.clear()
-            self._templates[key] = template
-        # Tensors of this run's own: code may change them, and some stand for present ones.
-        outputs = [x.detach() if isinstance(x, Tensor) else x for x in template[0]]
+        outputs, like = self._skipped.answer(index, original, args, kwargs, leaves, run.mode)
         run.remember(outputs, run.trace.outputs[position])
         run.enter_gap(position + 1, outputs)
-        return refilled(template[1], outputs)
+        return refilled(like, outputs)
 
     def _bind(self, run: RunState, trace: StepTrace, position: int, leaves: list[Any]) -> bool:
         """Put the values that have arrived in the place of absent arguments; were there any?"""
@@ -363,10 +350,3 @@ def _resolved(output: Any, present: Mapping[int, Tensor]) -> Any:
         return present.get(id(leaf), leaf) if isinstance(leaf, Tensor) and leaf.is_meta else leaf
 
     return mapped(resolved, output)
-
-
-def _described(leaf: Any) -> Hashable:
-    """Return what of an argument decides the shapes and types of a layer's outputs."""
-    if isinstance(leaf, Tensor):
-        return (leaf.shape, leaf.dtype)
-    return (type(leaf), leaf if isinstance(leaf, _VALUES) else None)

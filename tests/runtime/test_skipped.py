@@ -1,0 +1,211 @@
+"""Layers of earlier stages are answered without a run for each shape, and as if there were one."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeswift_lightning.runtime.absent import AbsentValueError
+from pipeswift_lightning.runtime.cut import Boundary, Completed, CutError, LayerCut
+from pipeswift_lightning.runtime.rng import reseeder
+from tests.runtime.test_cut import CPU, FORWARDS, Network, cut_of, skip, trace_of
+
+SHAPES = [(3, 2), (3, 2), (5, 2), (2, 2), (7, 2), (1, 2), (5, 2)]
+Forward = Callable[..., Any]
+
+
+def batches(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    return [torch.randn(*shape) for shape in shapes]
+
+
+def in_turn(cut: LayerCut, step: Callable[[], Any], trace: Any, starts: Sequence[int]) -> Any:
+    """Run the stages one after the other, each with the same random streams."""
+    received: tuple[Tensor, ...] = ()
+    for first, last in zip(starts, [*starts[1:], trace.num_layers], strict=True):
+        result = cut.run(
+            step,
+            step_name="training_step",
+            trace=trace,
+            first=first,
+            last=last,
+            received=received,
+            reseed=reseeder(CPU, 5),
+        )
+        received = result.values if isinstance(result, Boundary) else ()
+    assert isinstance(result, Completed)
+    return result.output
+
+
+def outputs(forward: Forward, inputs: Sequence[Tensor], starts: Sequence[int]) -> list[Any]:
+    """Run each batch over one cut."""
+    torch.manual_seed(0)
+    network = Network(forward)
+    cut = cut_of(network)
+    trace = trace_of(cut, lambda: network(inputs[0]))
+    return [in_turn(cut, lambda x=x: network(x), trace, starts) for x in inputs]
+
+
+def sizes(network: Network, x: Tensor) -> Tensor:
+    """Look at shapes in all ways, after each layer."""
+    y = network.a(x)
+    assert (len(y), y.shape, y.size(0), y.ndim, y.dim()) == (len(x), x.shape, len(x), 2, 2)
+    assert (y.device, y.dtype, y.is_meta, y.numel()) == (x.device, x.dtype, y.is_meta, x.numel())
+    z = network.b(y.flatten().unflatten(0, y.shape))
+    mask = torch.ones(z.shape[0], 1).cumsum(0)
+    first, *_ = z.unbind(0)
+    found: Tensor = network.c(z * mask) + mask * (first.numel() == 2)
+    return found
+
+
+def in_place(network: Network, x: Tensor) -> Tensor:
+    y = network.a(x)
+    again = y
+    y = y.mul(2)
+    y += 1
+    y[:, 0] = 3.0
+    found: Tensor = network.c(network.b(y)) + len(again)
+    return found
+
+
+def nested(network: Network, x: Tensor) -> Tensor:
+    parts = {"all": [network.a(x), None], "x": x}
+    both = torch.stack([parts["all"][0], x])  # type: ignore[index]
+    found: Tensor = network.c(network.b(both[0]) + torch.zeros(both.shape[1:]))
+    return found
+
+
+class Shifted(torch.autograd.Function):
+    """Looks at a shape where no torch function is called with the tensor from outside."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x + torch.arange(x.shape[0] * x.shape[1]).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def own_function(network: Network, x: Tensor) -> Tensor:
+    y = Shifted.apply(network.a(x))
+    found: Tensor = network.c(network.b(y) + torch.ones(y.shape))
+    return found
+
+
+MORE: dict[str, Forward] = {
+    "skip": skip,
+    "sizes": sizes,
+    "in place": in_place,
+    "nested": nested,
+    "own function": own_function,
+}
+
+
+@pytest.mark.parametrize("name", [*FORWARDS, *MORE])
+@pytest.mark.parametrize("starts", [[0, 1, 2], [0, 2], [0, 1]])
+def test_batches_of_new_shapes_give_what_one_device_gives(name: str, starts: list[int]) -> None:
+    forward = MORE[name] if name in MORE else FORWARDS[name][0]
+    inputs = batches()
+    for got, want in zip(
+        outputs(forward, inputs, starts), outputs(forward, inputs, [0]), strict=True
+    ):
+        assert torch.equal(got, want)
+
+
+class Counting(nn.Linear):
+    """Counts its runs without data, and draws from all generators in each."""
+
+    runs = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.is_meta:
+            type(self).runs += 1
+            torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        return super().forward(input)
+
+
+def counted(forward: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Any], int]:
+    """Return the outputs of the last of three stages, and the runs of the first's layer."""
+    torch.manual_seed(0)
+    network = Network(forward)
+    network.a = Counting(2, 2)
+    cut = cut_of(network)
+    inputs = batches(shapes)
+    trace = trace_of(cut, lambda: network(inputs[0]))
+    Counting.runs = 0
+    found = [in_turn(cut, lambda x=x: network(x), trace, [0, 2]) for x in inputs]
+    return found, Counting.runs
+
+
+def test_a_layer_is_run_for_one_shape_where_nothing_looks_at_its_output() -> None:
+    chain, runs = counted(FORWARDS["chain"][0], SHAPES)
+    assert runs == 1
+    _, looked_at = counted(FORWARDS["shapes read"][0], SHAPES)
+    assert looked_at == len(set(SHAPES))
+    assert len(chain) == len(SHAPES)
+
+
+def noisy(network: Network, x: Tensor) -> Tensor:
+    y = network.a(x)
+    drawn = torch.rand(2) + random.random() + np.random.rand()  # noqa: NPY002
+    rows = y.shape[0]  # here its shape is found
+    drawn = drawn + torch.rand(2) + random.random() + np.random.rand()  # noqa: NPY002
+    found: Tensor = network.c(network.b(y) + drawn) * rows
+    return found
+
+
+def test_finding_a_shape_draws_nothing() -> None:
+    inputs = [(n, 2) for n in (2, 3, 4, 3)]
+    (pieces, _), (again, _) = counted(noisy, inputs), counted(noisy, inputs[:1] + inputs[1:])
+    torch.manual_seed(0)
+    network = Network(noisy)
+    network.a = Counting(2, 2)
+    cut = cut_of(network)
+    x = batches(inputs)
+    trace = trace_of(cut, lambda: network(x[0]))
+    want = [in_turn(cut, lambda x=x: network(x), trace, [0]) for x in x]
+    for got, other, one in zip(pieces, again, want, strict=True):
+        assert torch.equal(got, other)
+        assert torch.equal(got, one)
+
+
+def test_an_absent_value_of_unknown_shape_is_still_absent() -> None:
+    def reads(network: Network, x: Tensor) -> Tensor:
+        y = network.a(x)
+        if len(x) > 5:
+            y.sum().item()
+        found: Tensor = network.c(network.b(y))
+        return found
+
+    with pytest.raises(AbsentValueError, match="reads the value"):
+        outputs(reads, batches([(3, 2), (4, 2), (6, 2)]), [0, 2])
+
+
+class Growing(nn.Linear):
+    """Returns more tensors the more rows there are."""
+
+    def forward(self, input: Tensor) -> Any:
+        found = super().forward(input)
+        return [found] * (2 if len(input) > 4 else 1)
+
+
+def test_a_layer_whose_outputs_depend_on_the_shape_is_refused_where_it_matters() -> None:
+    def last(network: Network, x: Tensor) -> Tensor:
+        y = network.a(x)[-1]
+        found: Tensor = network.c(network.b(y + torch.zeros(y.shape)))
+        return found
+
+    torch.manual_seed(0)
+    network = Network(last)
+    network.a = Growing(2, 2)
+    cut = cut_of(network)
+    inputs = batches([(3, 2), (2, 2), (5, 2)])
+    trace = trace_of(cut, lambda: network(inputs[0]))
+    for x in inputs[:2]:
+        in_turn(cut, lambda x=x: network(x), trace, [0, 2])
+    with pytest.raises(CutError, match=r"another number of tensors .* Rule: .* Remedy: "):
+        in_turn(cut, lambda: network(inputs[2]), trace, [0, 2])
