@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeswift_lightning.runtime.absent import AbsentValueError
-from pipeswift_lightning.runtime.cut import Boundary, Completed, CutError, LayerCut
+from pipeswift_lightning.runtime.cut import Boundary, Completed, CutError
 from pipeswift_lightning.runtime.rng import reseeder
 from tests.runtime.test_cut import CPU, FORWARDS, Network, cut_of, skip, trace_of
 
@@ -22,31 +22,43 @@ def batches(shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[Tensor]:
     return [torch.randn(*shape) for shape in shapes]
 
 
-def in_turn(cut: LayerCut, step: Callable[[], Any], trace: Any, starts: Sequence[int]) -> Any:
-    """Run the stages one after the other, each with the same random streams."""
-    received: tuple[Tensor, ...] = ()
-    for first, last in zip(starts, [*starts[1:], trace.num_layers], strict=True):
-        result = cut.run(
-            step,
-            step_name="training_step",
-            trace=trace,
-            first=first,
-            last=last,
-            received=received,
-            reseed=reseeder(CPU, 5),
-        )
-        received = result.values if isinstance(result, Boundary) else ()
-    assert isinstance(result, Completed)
-    return result.output
+class Stages:
+    """Stages of one network, cut for the first of some batches; their weights are always alike."""
+
+    def __init__(self, forward: Forward, first: Tensor, layer: type[nn.Linear] = nn.Linear) -> None:
+        torch.manual_seed(0)
+        self.network = Network(forward)
+        self.network.a = layer(2, 2)
+        self.cut = cut_of(self.network)
+        self.trace = trace_of(self.cut, lambda: self.network(first))
+
+    def output(self, x: Tensor, starts: Sequence[int]) -> Any:
+        """Run the stages one after the other, each with the same random streams."""
+        received: tuple[Tensor, ...] = ()
+        for first, last in zip(starts, [*starts[1:], self.trace.num_layers], strict=True):
+            result = self.cut.run(
+                lambda: self.network(x),
+                step_name="training_step",
+                trace=self.trace,
+                first=first,
+                last=last,
+                received=received,
+                reseed=reseeder(CPU, 5),
+            )
+            received = result.values if isinstance(result, Boundary) else ()
+        assert isinstance(result, Completed)
+        return result.output
 
 
-def outputs(forward: Forward, inputs: Sequence[Tensor], starts: Sequence[int]) -> list[Any]:
+def outputs(
+    forward: Forward,
+    inputs: Sequence[Tensor],
+    starts: Sequence[int],
+    layer: type[nn.Linear] = nn.Linear,
+) -> list[Any]:
     """Run each batch over one cut."""
-    torch.manual_seed(0)
-    network = Network(forward)
-    cut = cut_of(network)
-    trace = trace_of(cut, lambda: network(inputs[0]))
-    return [in_turn(cut, lambda x=x: network(x), trace, starts) for x in inputs]
+    stages = Stages(forward, inputs[0], layer)
+    return [stages.output(x, starts) for x in inputs]
 
 
 def sizes(network: Network, x: Tensor) -> Tensor:
@@ -128,25 +140,14 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-def counted(forward: Forward, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Any], int]:
-    """Return the outputs of the last of three stages, and the runs of the first's layer."""
-    torch.manual_seed(0)
-    network = Network(forward)
-    network.a = Counting(2, 2)
-    cut = cut_of(network)
-    inputs = batches(shapes)
-    trace = trace_of(cut, lambda: network(inputs[0]))
+@pytest.mark.parametrize(("name", "runs"), [("chain", 1), ("shapes read", len(set(SHAPES)))])
+def test_a_layer_is_run_once_unless_something_looks_at_its_output(name: str, runs: int) -> None:
+    inputs = batches()
+    stages = Stages(FORWARDS[name][0], inputs[0], Counting)
     Counting.runs = 0
-    found = [in_turn(cut, lambda x=x: network(x), trace, [0, 2]) for x in inputs]
-    return found, Counting.runs
-
-
-def test_a_layer_is_run_for_one_shape_where_nothing_looks_at_its_output() -> None:
-    chain, runs = counted(FORWARDS["chain"][0], SHAPES)
-    assert runs == 1
-    _, looked_at = counted(FORWARDS["shapes read"][0], SHAPES)
-    assert looked_at == len(set(SHAPES))
-    assert len(chain) == len(SHAPES)
+    for x in inputs:
+        stages.output(x, [0, 2])
+    assert Counting.runs == runs
 
 
 def noisy(network: Network, x: Tensor) -> Tensor:
@@ -154,23 +155,16 @@ def noisy(network: Network, x: Tensor) -> Tensor:
     drawn = torch.rand(2) + random.random() + np.random.rand()  # noqa: NPY002
     rows = y.shape[0]  # here its shape is found
     drawn = drawn + torch.rand(2) + random.random() + np.random.rand()  # noqa: NPY002
-    found: Tensor = network.c(network.b(y) + drawn) * rows
+    found: Tensor = network.c(network.b(y)) * rows + drawn
     return found
 
 
 def test_finding_a_shape_draws_nothing() -> None:
-    inputs = [(n, 2) for n in (2, 3, 4, 3)]
-    (pieces, _), (again, _) = counted(noisy, inputs), counted(noisy, inputs[:1] + inputs[1:])
-    torch.manual_seed(0)
-    network = Network(noisy)
-    network.a = Counting(2, 2)
-    cut = cut_of(network)
-    x = batches(inputs)
-    trace = trace_of(cut, lambda: network(x[0]))
-    want = [in_turn(cut, lambda x=x: network(x), trace, [0]) for x in x]
-    for got, other, one in zip(pieces, again, want, strict=True):
-        assert torch.equal(got, other)
-        assert torch.equal(got, one)
+    inputs = batches([(n, 2) for n in (2, 3, 4, 3)])
+    found = [outputs(noisy, inputs, starts, Counting) for starts in ([0, 2], [0, 1, 2], [0])]
+    for first, second, want in zip(*found, strict=True):
+        assert torch.equal(first, want)
+        assert torch.equal(second, want)
 
 
 def test_an_absent_value_of_unknown_shape_is_still_absent() -> None:
@@ -199,13 +193,9 @@ def test_a_layer_whose_outputs_depend_on_the_shape_is_refused_where_it_matters()
         found: Tensor = network.c(network.b(y + torch.zeros(y.shape)))
         return found
 
-    torch.manual_seed(0)
-    network = Network(last)
-    network.a = Growing(2, 2)
-    cut = cut_of(network)
     inputs = batches([(3, 2), (2, 2), (5, 2)])
-    trace = trace_of(cut, lambda: network(inputs[0]))
+    stages = Stages(last, inputs[0], Growing)
     for x in inputs[:2]:
-        in_turn(cut, lambda x=x: network(x), trace, [0, 2])
+        stages.output(x, [0, 2])
     with pytest.raises(CutError, match=r"another number of tensors .* Rule: .* Remedy: "):
-        in_turn(cut, lambda: network(inputs[2]), trace, [0, 2])
+        stages.output(inputs[2], [0, 2])

@@ -83,7 +83,8 @@ class SkippedLayers:
         key = (index, self._layers[index].training, *map(_described, leaves_of((args, kwargs))))
         template = self._templates.get(key)
         if template is None:
-            with entered(mode):
+            # What the layer draws here must not change what code between the layers draws.
+            with preserved_rng(mode.device), entered(mode):
                 output = absent_output(original, args, kwargs)
             template = leaves_of(output), output
             for known in (self._templates, self._structures):
@@ -129,8 +130,7 @@ class _Call:
             if counter is not None:
                 counter.paused = True
             try:
-                with preserved_rng(self.mode.device):  # what that code draws must not change
-                    self._found = _copies(self.template())
+                self._found = _copies(self.template())
             finally:
                 if counter is not None:
                     counter.paused = was_paused
