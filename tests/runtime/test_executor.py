@@ -222,6 +222,30 @@ def test_only_the_first_stage_computes_before_it_is_admitted() -> None:
     assert all(mine.count("admitted") == 1 for mine in notes)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_can_wait_is_done_once_before_a_rank_waits_for_a_peer(
+    stages: int, training: bool
+) -> None:
+    hub, notes = LoopbackHub(), [[] for _ in range(stages)]  # type: ignore[var-annotated]
+    kind = build_schedule("1f1b", stages, 3) if training else forward_only(stages, 3)
+    schedule, batches = lower(kind), [torch.randn(2, 4) for _ in range(3)]
+
+    def stage(position: int) -> None:
+        mine = notes[position]
+        program = _Noted(nn.Linear(4, 4), position == stages - 1, batches, notes=mine)
+        executor = Executor(Channel(LoopbackTransport(hub, position)), range(stages))
+        for _ in range(2):  # the second time nothing is left for it
+            later = (lambda: mine.append("later")) if not mine else None
+            executor.run(schedule.rows[position], program, training=training, meanwhile=later)
+
+    run_threads([lambda p=p: stage(p) for p in range(stages)])  # type: ignore[misc]
+    assert all(mine.count("later") == 1 for mine in notes)
+    warm_up = ["F0", "F1"] if training else ["F0", "F1", "F2"]
+    assert notes[0][: len(warm_up) + 1] == [*warm_up, "later"] or stages == 1
+    assert stages == 1 or notes[1][0] == "later"
+
+
 @pytest.mark.parametrize("disagree", [False, True])
 def test_a_disagreement_explains_more_than_what_fails_on_a_wrong_batch(disagree: bool) -> None:
     notes: list[str] = []

@@ -1,7 +1,7 @@
 """Walk one rank's row of instructions."""
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
@@ -87,6 +87,7 @@ class Executor:
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._pending: dict[tuple[int, int, bool], Pending] = {}
         self._sends: deque[tuple[int, int, InFlight]] = deque()
+        self._meanwhile: Callable[[], None] | None = None
 
     @property
     def progress(self) -> Progress:
@@ -101,6 +102,7 @@ class Executor:
         training: bool,
         begin: bool = True,
         admit: Admission | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Execute ``row``; returns when every message of this rank has left.
 
@@ -111,6 +113,8 @@ class Executor:
             begin: Whether the step begins here, for the channel.
             admit: Called before anything is sent or awaited; raises if that must not be. What a
                 first stage can compute without it has run then.
+            meanwhile: Called once, when there is nothing else to do: before the first wait for a
+                peer, or else at the end of the row.
 
         Raises:
             CommunicationError: A transfer failed, most often since the peer has gone.
@@ -118,6 +122,7 @@ class Executor:
         """
         if begin:
             self._channel.begin()
+        self._meanwhile = meanwhile
         self._walk(row, program, training=training, admit=admit)
 
     def begin(self) -> None:
@@ -127,6 +132,10 @@ class Executor:
     def forget(self) -> None:
         """Forget how messages look, between steps: from now on other layers send them."""
         self._channel.forget()
+
+    def close(self) -> None:
+        """Let go of the connections; nothing can be run afterwards."""
+        self._channel.close()
 
     def run_forward(self, row: Sequence[Instruction], program: StageProgram) -> Held:
         """Execute a row of forwards whose backwards may come, now or later or never.
@@ -179,12 +188,14 @@ class Executor:
                     if saved.sent is not None:
                         self._sends.append((stage, self._positions[stage + 1], saved.sent))
                         saved.sent = None
+            self._use_wait()
             while self._sends:
                 self._reap()
         finally:
             self._saved.clear()
             self._pending.clear()
             self._sends.clear()
+            self._meanwhile = None
         # Only after success: a report on a failure must still find where it happened.
         self._progress.mark("between steps")
 
@@ -305,6 +316,7 @@ class Executor:
         return lower_stage, training, signature
 
     def _wait(self, stage: int, micro_batch: int, *, is_gradient: bool) -> Any:
+        self._use_wait()
         pending = self._pending.pop((stage, micro_batch, is_gradient))
         doing = _WAITING[is_gradient]
         self._mark(doing, stage, micro_batch, self._ranks[pending.source])
@@ -320,6 +332,12 @@ class Executor:
                 raise
         self._record(EventKind.RECEIVE_WAIT, stage, micro_batch, start)
         return value
+
+    def _use_wait(self) -> None:
+        """Do what the caller of `run` has left for the first wait."""
+        if self._meanwhile is not None:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
 
     def _keep_send(self, stage: int, peer_stage: int, flight: InFlight) -> None:
         """Hold a message until it has left, with a bound on how many are held."""

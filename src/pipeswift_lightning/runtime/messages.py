@@ -202,6 +202,11 @@ class Channel:
         self._sent.clear()
         self._received.clear()
 
+    def close(self) -> None:
+        """Let go of the connections: each is open for as long as anything refers to it."""
+        self._unposted.clear()
+        self.transport.close()
+
     def send_activation(self, destination: int, key: Hashable, value: Any) -> InFlight:
         """Start sending ``value``, with its layout if ``key`` is new.
 
@@ -253,6 +258,7 @@ class Channel:
             self._start(head, layout)
         for work in pending.works:
             work.wait()
+        pending.works = []  # they hold the connection
         if queue:
             self._advance(pending.source)
         assert pending.layout is not None

@@ -38,6 +38,10 @@ class Transport(Protocol):
         """Start receiving into a contiguous tensor of exactly the bytes that are sent."""
         ...
 
+    def close(self) -> None:
+        """Let go of the connections."""
+        ...
+
 
 class C10dTransport:
     """`torch.distributed` point-to-point, gloo or NCCL, one process group a directed edge.
@@ -73,6 +77,11 @@ class C10dTransport:
         backend, peer = self._from[source]
         work: Work = backend.recv([tensor if self._as_is else _as_bytes(tensor)], peer, 0)
         return work
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._to.clear()
+        self._from.clear()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -147,3 +156,6 @@ class LoopbackTransport:
         index = self._received[source]
         self._received[source] += 1
         return _LoopbackReceive(self._hub, (source, self.position), index, tensor)
+
+    def close(self) -> None:
+        """There are none."""

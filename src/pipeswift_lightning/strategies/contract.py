@@ -26,6 +26,7 @@ __all__ = [
     "check_layers",
     "check_module",
     "check_optimizers",
+    "leave_incomplete",
     "one_optimizer",
     "pipelined",
     "warn_of_short_epochs",
@@ -36,6 +37,7 @@ class ContractError(RuntimeError):
     """The LightningModule uses something that a pipeline cannot honour."""
 
 
+_INCOMPLETE = "_pipeswift_incomplete"
 _SEVERAL = (
     "configure_optimizers returned several optimizers. Rule: automatic optimisation steps one "
     "optimizer a batch. Remedy: set self.automatic_optimization = False and step them in "
@@ -132,8 +134,25 @@ def pipelined(networks: Sequence[PipelinedNetwork], mesh: Mesh) -> list[Pipeline
     return found
 
 
+def leave_incomplete(module: LightningModule) -> None:
+    """Note that a module's parameters are on several ranks, and do not come together again."""
+    module.__dict__[_INCOMPLETE] = True
+
+
 def check_module(module: LightningModule, *, fitting: bool) -> None:
-    """Warn of what can be seen before the first batch."""
+    """Look at a module before it is given to the ranks; warn of what will differ.
+
+    Raises:
+        ContractError: It has been in a Trainer call that has failed.
+    """
+    if module.__dict__.get(_INCOMPLETE, False):
+        msg = (
+            f"this {type(module).__name__} was in a Trainer call that has failed, and holds only "
+            "its rank's parameters since. Rule: a failed call leaves its module incomplete, since "
+            "ranks that have failed cannot hand their parameters over. Remedy: make a new module; "
+            "fit(..., ckpt_path=...) goes on from the last checkpoint"
+        )
+        raise ContractError(msg)
     batch_norms = [
         name
         for name, child in module.named_modules()

@@ -1,5 +1,7 @@
-"""Bring the default process group up."""
+"""Bring the default process group up, also after it has broken down."""
 
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -10,8 +12,26 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-__all__ = ["ensure_process_group"]
+__all__ = ["ensure_process_group", "leave_process_group"]
+
+_PATIENCE = timedelta(seconds=120)
+
+
+@dataclass(slots=True)
+class _Left:
+    """What is left of process groups that have failed: the ranks meet again over their store.
+
+    A new store would want the old one's port. A rank that comes early would meet the others at the
+    old one, and wait for ever once that is gone.
+    """
+
+    store: Store | None = None
+    times: int = 0
+
+
+_left = _Left()
 
 
 def ensure_process_group(
@@ -28,7 +48,7 @@ def ensure_process_group(
         Whether it was created here.
 
     Raises:
-        RuntimeError: A process group of another size is there.
+        RuntimeError: A process group of another size is there, or ranks do not come again.
     """
     if dist.is_initialized():
         if dist.get_world_size() != world_size:
@@ -45,5 +65,54 @@ def ensure_process_group(
         return True
     chosen = backend or _get_default_process_group_backend_for_device(device)
     device_id = device if device.type != "cpu" else None
+    if _left.store is not None:
+        rank = environment.global_rank()
+        store = _meet_again(_left.store, rank, world_size)
+        dist.init_process_group(
+            chosen,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device_id,
+        )
+        return True
     _init_dist_connection(environment, chosen, timeout=timeout, device_id=device_id)
     return True
+
+
+def leave_process_group() -> None:
+    """Close the default process group, whose ranks have failed."""
+    if dist.get_world_size() > 1:
+        _left.store = _left.store or _get_default_store()
+        _left.times += 1
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def _meet_again(store: Store, rank: int, world_size: int) -> PrefixStore:
+    """Return a store for one more process group, once all ranks have come.
+
+    Raises:
+        RuntimeError: Some do not come.
+    """
+    store = PrefixStore(f"pipeswift/after failure {_left.times}", store)
+    try:
+        store.set(f"rank {rank}", "here")
+        store.wait([f"rank {other}" for other in range(world_size)], _PATIENCE)
+    except RuntimeError as error:
+        msg = (
+            f"{_who_is_missing(store, world_size)}, after an earlier Trainer call had failed. "
+            "Rule: where a script catches the error of a Trainer call, the processes of all ranks "
+            "go on alike. Remedy: mend the first error, or let each trial be a job of its own"
+        )
+        raise RuntimeError(msg) from error
+    return store
+
+
+def _who_is_missing(store: Store, world_size: int) -> str:
+    try:
+        missing = [rank for rank in range(world_size) if not store.check([f"rank {rank}"])]
+    except RuntimeError:
+        return "the process that the ranks meet at (rank 0, or the launcher) is gone"
+    return f"ranks {missing} have not come to this call within {_PATIENCE.seconds} s"

@@ -1,7 +1,7 @@
 """``Trainer(strategy="pipeswift")``: Lightning's hooks, turned into runtime calls."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -29,12 +29,14 @@ from pipeswift_lightning.strategies.contract import (
     check_callbacks,
     check_module,
     check_optimizers,
+    leave_incomplete,
     one_optimizer,
     warn_of_short_epochs,
 )
 from pipeswift_lightning.strategies.deferred_requeue import DeferredRequeue
 from pipeswift_lightning.strategies.devices import move_buffers, start_alike
 from pipeswift_lightning.strategies.division import Division
+from pipeswift_lightning.strategies.environment import leave_process_group
 from pipeswift_lightning.strategies.gradient_scaler import forget_stages, share_found_inf
 from pipeswift_lightning.strategies.handover import GradientHandover, skipped_loss, with_leaf_loss
 from pipeswift_lightning.strategies.hooks import StepHook, StepRunner
@@ -350,11 +352,10 @@ class PipeSwiftStrategy(MovableStrategy):
         if self.mesh.world_size > 1 and dist.is_initialized():
             # Closing the connections is what wakes peers that wait for this rank.
             if self._session is not None:
-                self._session.talk.close()
+                self._session.hang_up()
             if self._groups is not None:
                 self._groups.close()
-            with suppress(RuntimeError):
-                dist.destroy_process_group()
+            leave_process_group()
             self._groups = None
             self._collectives = None
 
@@ -375,13 +376,15 @@ class PipeSwiftStrategy(MovableStrategy):
                 "making the module whole again", lambda: session.close(bring_back=True)
             )
         elif session is not None:
+            if not whole:
+                leave_incomplete(session.module)
             session.close(bring_back=False)
         if self._norms is not None:
             self._norms.remove(self.precision_plugin)
         forget_stages(getattr(self.precision_plugin, "scaler", None))
         if whole and self._is_divided:
             self._release_divided()
-        elif whole:  # a module with absent parameters cannot be moved
+        elif self._has_all_data:  # else it cannot be moved
             super().teardown()
         self._watch.stop()
         if self._made_group and self.mesh.world_size == 1 and dist.is_initialized():

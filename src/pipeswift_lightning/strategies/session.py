@@ -90,9 +90,8 @@ class PipelineSession:
         self._cut_share: LocalShare | None = None
         self.recorder = Recorder(groups.coordinate.stage, device)
         self.plan: Plan | None = None
-        self.progress = progress
         self.recorded: RecordedPlan | None = None
-        self._optimizers, self.assembly = optimizers, assembly
+        self._optimizers, self.assembly, self.progress = optimizers, assembly, progress
         self._traces: dict[Hashable, StepTrace] = {}
         self._order: tuple[int, ...] = ()
         self.cut = LayerCut(
@@ -225,9 +224,8 @@ class PipelineSession:
         self.recorder.begin()
         training = program.call.training
         if isinstance(program, StepProgram):
-            if not program.call.probing:
-                self.talk.expect()
-            self._executor.run(row, program, training=training, admit=agreed)
+            expect = None if program.call.probing else self.talk.expect
+            self._executor.run(row, program, training=training, admit=agreed, meanwhile=expect)
             return
         agreed()
         with self._metrics.untouched():
@@ -376,6 +374,11 @@ class PipelineSession:
     def timeline(self) -> Timeline:
         """The last step of this rank's pipeline, a rank a stage; collective over the pipeline."""
         return gather_timeline(self.recorder.events(), self.groups)
+
+    def hang_up(self) -> None:
+        """Close the connections, after a failure: peers wait until that happens."""
+        self.talk.close()
+        self._executor.close()
 
     def close(self, *, bring_back: bool) -> None:
         """Make the module whole again (unless the peers are gone) and let go of it."""

@@ -65,6 +65,11 @@ class StateStrategy(MeshStrategy):
         self._load_waiting()
 
     @property
+    def _has_all_data(self) -> bool:
+        module = self.lightning_module
+        return module is None or not any(p.is_meta for p in module.parameters())
+
+    @property
     def _is_divided(self) -> bool:
         module = self.lightning_module
         return module is not None and self.mesh.num_stages > 1 and bool(divided_names(module))
