@@ -19,13 +19,15 @@ from pipeswift_lightning.runtime.absent import AbsentMode, entered, left
 from pipeswift_lightning.runtime.discovery import Discovery, DiscoveryDone, LayerCalledTwiceError
 from pipeswift_lightning.runtime.network_call import CutError, NetworkCall
 from pipeswift_lightning.runtime.recompute import is_recomputing, note_present, with_present
-from pipeswift_lightning.runtime.rng import enter_layer
+from pipeswift_lightning.runtime.rng import Reseed, enter_layer
 from pipeswift_lightning.runtime.run_state import RunState
 from pipeswift_lightning.runtime.skipped import SkippedLayers
 from pipeswift_lightning.runtime.structure import leaves_of, mapped, refilled
-from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.runtime.trace import StepTrace, Stretch
 
 __all__ = ["Boundary", "Completed", "CutError", "LayerCut"]
+
+_WHOLE = Stretch((), (), frozenset(), {})  # of the only stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class LayerCut:
         first: int,
         last: int,
         received: Sequence[Tensor],
-        reseed: Callable[[int, bool], None],
+        reseed: Reseed,
     ) -> Boundary | Completed:
         """Run ``step`` over the layers ``first <= i < last`` (in call order).
 
@@ -192,15 +194,12 @@ class LayerCut:
             CutError: The network is called twice or not at all, or layers out of order.
         """
         num_layers = trace.num_layers if trace is not None else len(self.layers)
-        present: dict[int, Tensor] = {}
-        keep: frozenset[int] = frozenset()
-        if trace is not None:
-            present = dict(zip(trace.carried(first), received, strict=True))
-            keep = frozenset(trace.carried(last))
-        mode = None
+        stretch, mode = _WHOLE, None
         if trace is not None:  # nothing is absent on the first stage, or a wrong step would show it
+            stretch = trace.stretch(first, last)
             mode = AbsentMode(self.device, absent_parameters=first > 0, strict=first == 0)
-        run = RunState(trace, first, last, present, reseed, mode, keep)
+        present = dict(zip(stretch.arriving, received, strict=True))
+        run = RunState(trace, first, last, present, reseed, mode, stretch)
         self._run = run
         try:
             reseed(0, False)  # noqa: FBT003 -- a gap, not a layer
@@ -321,7 +320,7 @@ class LayerCut:
                 note_present(leaves[leaf], present, f"layer {position} of {self.network_name}")
                 leaves[leaf] = present
                 changed = True
-            elif value in run.keep:
+            elif value in run.stretch.keep:
                 run.present[value] = leaves[leaf]
         for i, leaf_value in enumerate(leaves):
             if isinstance(leaf_value, Tensor) and leaf_value.is_meta:

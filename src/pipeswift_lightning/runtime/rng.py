@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-__all__ = ["enter_layer", "preserved_rng", "reseeder", "stream_seed"]
+__all__ = ["Reseed", "enter_layer", "preserved_rng", "reseeder", "reseeders", "stream_seed"]
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
@@ -40,13 +40,26 @@ def _mixed(state: int, key: tuple[int, ...]) -> int:
     return state
 
 
-def reseeder(device: torch.device, *key: int) -> Callable[[int, bool], None]:
+Reseed = Callable[[int, bool], None]
+
+
+def reseeder(device: torch.device, *key: int) -> Reseed:
     """Return a function (index, is_layer) that seeds the generators for that layer or gap.
 
     The generators are seeded directly: ``torch.manual_seed`` costs a hundred times as much.
     """
-    gaps = _mixed(_START, (*key, _GAP))
-    host, cuda = torch.default_generator, _cuda_generator(device)
+    return _reseeder(_mixed(_START, key), _cuda_generator(device))
+
+
+def reseeders(device: torch.device, *key: int) -> Callable[[int], Reseed]:
+    """Return the function from a micro-batch to its `reseeder`, whose key ends with it."""
+    state, cuda = _mixed(_START, key), _cuda_generator(device)
+    return lambda micro_batch: _reseeder(_mixed(state, (micro_batch,)), cuda)
+
+
+def _reseeder(state: int, cuda: torch.Generator | None) -> Reseed:
+    gaps = _mixed(state, (_GAP,))
+    host = torch.default_generator
 
     def reseed(index: int, is_layer: bool) -> None:  # noqa: FBT001 -- two kinds, one hot call
         # As in `enter_layer`, but with few calls: this runs several times in a micro-batch.

@@ -1,6 +1,5 @@
 """The state of one pass of the step over the layers of a stage."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +8,9 @@ from torch import Tensor
 from pipeswift_lightning.runtime.absent import AbsentMode
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.operations import Operation, OperationCounter, mark_dependent
+from pipeswift_lightning.runtime.rng import Reseed
 from pipeswift_lightning.runtime.structure import leaves_of
-from pipeswift_lightning.runtime.trace import StepTrace
+from pipeswift_lightning.runtime.trace import StepTrace, Stretch
 
 __all__ = ["RunState"]
 
@@ -21,7 +21,7 @@ class RunState:
 
     Attributes:
         present: The values that have arrived or been computed here, by index.
-        keep: The values that the next stage needs.
+        stretch: Which values arrive, and which the next stage needs.
         resolve: The present tensor for each absent one, by ``id``.
         alive: Keeps the absent ones, or their ids could be others'.
     """
@@ -30,33 +30,28 @@ class RunState:
     first: int
     last: int
     present: dict[int, Tensor]
-    reseed: Callable[[int, bool], None]
+    reseed: Reseed
     mode: AbsentMode | None
-    keep: frozenset[int]
+    stretch: Stretch
     position: int = 0
     network_calls: int = 0
     boundary: tuple[Tensor, ...] = ()
     resolve: dict[int, Tensor] = field(default_factory=dict)
     alive: list[Tensor] = field(default_factory=list)
-    _wanted: Mapping[Operation, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        trace = self.trace
-        if trace is None or self.mode is None or not trace.operations:
-            return
-        self._wanted = trace.crossing(self.first, self.last)
-        if self._wanted:
+        if self.mode is not None and self.stretch.wanted:
             mark_dependent(list(self.present.values()))
             self.mode.counter = OperationCounter(self._made)
 
     def _made(self, operation: Operation, tensor: Tensor) -> None:
         """An operation outside the layers has made a value."""
-        value = self._wanted.get(operation)
+        value = self.stretch.wanted.get(operation)
         if value is None:
             return
         if tensor.is_meta:
             self.stand_in(tensor, value)
-        elif value in self.keep:
+        elif value in self.stretch.keep:
             self.present[value] = tensor
 
     def stand_in(self, absent: Any, value: int) -> None:
@@ -77,7 +72,7 @@ class RunState:
             CutError: That code ran other operations than in the first step, and they name values.
         """
         gap, digests = self.position, {} if self.trace is None else self.trace.digests
-        named = any(operation.gap == gap for operation in self._wanted)
+        named = any(operation.gap == gap for operation in self.stretch.wanted)
         if named and counter.digest != digests.get(gap):
             msg = (
                 f"the code of {network} before its layer {gap} (in call order) ran other "
@@ -99,11 +94,12 @@ class RunState:
 
     def keep_outputs(self, position: int, output: Any) -> None:
         """Note which outputs of a layer the next stage needs."""
-        if self.trace is None or not self.keep:
+        keep = self.stretch.keep
+        if self.trace is None or not keep:
             return
         leaves = leaves_of(output)
         for leaf, value in self.trace.outputs[position]:
-            if value in self.keep:
+            if value in keep:
                 self.present[value] = leaves[leaf]
 
     def crossing(self, network: str) -> tuple[Tensor, ...]:
@@ -112,9 +108,8 @@ class RunState:
         Raises:
             CutError: This batch did not make one of them.
         """
-        carried = self.trace.carried(self.last) if self.trace is not None else ()
         try:
-            return tuple([self.present[value] for value in carried])
+            return tuple([self.present[value] for value in self.stretch.leaving])
         except KeyError:
             msg = (
                 f"code between the layers of {network} made fewer values than in the first step "

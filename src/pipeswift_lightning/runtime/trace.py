@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeswift_lightning.runtime.operations import Operation
 
-__all__ = ["StepTrace", "Value"]
+__all__ = ["StepTrace", "Stretch", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,23 @@ class Value:
     created_in_gap: int
     named_at: int
     last_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What a trace tells of the layers of one stage.
+
+    Attributes:
+        arriving: The values that the stage receives.
+        leaving: The values that the next stage receives.
+        keep: The same, for a fast look.
+        wanted: Which of both are made by code outside the layers, by the operation.
+    """
+
+    arriving: tuple[int, ...]
+    leaving: tuple[int, ...]
+    keep: frozenset[int]
+    wanted: Mapping[Operation, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +74,7 @@ class StepTrace:
     returns_scalar: bool = False
     returned_rows: frozenset[int] = frozenset()
     only_whole: str = ""
-    _carried: dict[int, tuple[int, ...]] = field(  # asked for by each run of the step
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _crossing: dict[tuple[int, int], dict[Operation, int]] = field(
+    _stretches: dict[tuple[int, int], Stretch] = field(  # asked for by each run of the step
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -91,29 +105,29 @@ class StepTrace:
             >>> trace.carried(1), trace.carried(0), trace.carried(2)
             ((0,), (), ())
         """
-        known = self._carried.get(boundary)
-        if known is None:
-            inside = 0 < boundary < self.num_layers
-            known = self._carried[boundary] = tuple(
-                index
-                for index, value in enumerate(self.values)
-                if inside
-                and value.created_in_gap <= boundary
-                and value.named_at <= boundary
-                and value.last_use >= boundary
-            )
-        return known
+        if not 0 < boundary < self.num_layers:
+            return ()
+        return tuple(
+            index
+            for index, value in enumerate(self.values)
+            if value.created_in_gap <= boundary
+            and value.named_at <= boundary
+            and value.last_use >= boundary
+        )
 
-    def crossing(self, first: int, last: int) -> Mapping[Operation, int]:
-        """Return the values that code outside the layers makes, and that cross a stage's cuts.
+    def stretch(self, first: int, last: int) -> "Stretch":
+        """Return what the trace tells of one stage.
 
         Args:
             first: The stage's first layer.
             last: The next stage's first layer.
         """
-        if (first, last) not in self._crossing:
-            values = {*self.carried(first), *self.carried(last)}
-            self._crossing[first, last] = {
+        known = self._stretches.get((first, last))
+        if known is None:
+            carried = self.carried(first), self.carried(last)
+            values = {*carried[0], *carried[1]}
+            wanted = {
                 operation: value for value, operation in self.operations.items() if value in values
             }
-        return self._crossing[first, last]
+            known = self._stretches[first, last] = Stretch(*carried, frozenset(carried[1]), wanted)
+        return known

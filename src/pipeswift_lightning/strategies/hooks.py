@@ -77,8 +77,6 @@ def _in_words(trainer: Trainer, hook: StepHook) -> str:
 
 def _context(hook: StepHook, precision: Precision) -> AbstractContextManager[Any]:
     """Return the precision plugin's context for a hook."""
-    if type(precision) is Precision:  # which has none; to ask takes long, for each micro-batch
-        return nullcontext()
     match hook:
         case StepHook.TRAINING:
             return precision.train_step_context()
@@ -209,7 +207,10 @@ class StepRunner:
             sizes=plan.sizes,
             seed=self._seeds(hook),
             loss_divisor=trainer.accumulate_grad_batches if training else 1,
-            context=partial(_context, hook, precision),
+            # Plain precision has none, and to ask takes long, for each micro-batch.
+            context=nullcontext
+            if type(precision) is Precision
+            else partial(_context, hook, precision),
             scale=_scale(precision),
             trainable=zlib.crc32(bytes(p.requires_grad for p in self._module.parameters())),
         )

@@ -15,7 +15,7 @@ from pipeswift_lightning.runtime.batching import batch_signature, fresh_containe
 from pipeswift_lightning.runtime.cut import Boundary, LayerCut
 from pipeswift_lightning.runtime.packed import PackedBatch
 from pipeswift_lightning.runtime.restoring import Trim
-from pipeswift_lightning.runtime.rng import reseeder
+from pipeswift_lightning.runtime.rng import Reseed, reseeders
 from pipeswift_lightning.runtime.stage_program import StageProgram
 from pipeswift_lightning.runtime.structure import mapped
 from pipeswift_lightning.runtime.trace import StepTrace
@@ -132,6 +132,10 @@ class StepProgram(StageProgram):
     outputs: dict[int, Any] = field(default_factory=dict)
     records: dict[int, list[LogRecord]] = field(default_factory=dict)
     _signatures: dict[int, Hashable] = field(default_factory=dict)
+    _reseeders: Callable[[int], Reseed] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._reseeders = reseeders(self.cut.device, *self.call.seed)
 
     @override
     def forward(self, stage: int, micro_batch: int, received: Any) -> Any:
@@ -145,7 +149,7 @@ class StepProgram(StageProgram):
                 first=self.first,
                 last=self.last,
                 received=received if received is not None else (),
-                reseed=reseeder(self.cut.device, *call.seed, micro_batch),
+                reseed=self._reseeders(micro_batch),
             )
         if isinstance(result, Boundary):
             return result.values
