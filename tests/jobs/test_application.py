@@ -87,3 +87,24 @@ def test_an_error_of_a_constructor_is_raised_with_its_cause(capsys) -> None:
         instantiate({"_target_": "fractions.Fraction", "_args_": [1, 0]})
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_value_that_is_refused_is_one_line_too(full, monkeypatch, tmp_path, capsys) -> None:
+    if full:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["train.py", "strategy.micro_batches=-1"])
+    monkeypatch.chdir(tmp_path)
+
+    @hydra.main(version_base="1.3", config_path=CONF, config_name="train")
+    def main(cfg) -> None:
+        instantiate(cfg.strategy)
+
+    with pytest.raises(InstantiationException if full else SystemExit) as ended, application():
+        main()
+    if full:
+        return
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert "error: PipeSwiftStrategy(micro_batches=-1) is not allowed. Rule: " in said
+    assert len(said.splitlines()) <= 2, "Hydra may name the overrides before"

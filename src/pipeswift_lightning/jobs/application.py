@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins.pipeswift_lightning_searchpath import conf_folder
-from pipeswift_lightning.jobs.refusal import Refusal
+from pipeswift_lightning.jobs.refusal import Refusal, is_refused
 from pipeswift_lightning.strategies.hydra_job import SWEEP_PID_VARIABLE, recorded_application
 
 __all__ = ["application", "explain"]
@@ -36,7 +36,8 @@ def application(config_name: str = "train") -> Iterator[None]:
     """Run a function of ``hydra.main`` in this block.
 
     A wrong key or option on the command line ends the program with one line that names the likely
-    right one, and exit code 2. So does a `Refusal`. All other errors of the job keep their whole
+    right one, and exit code 2. So does a `Refusal`, and a value that an object of this package does
+    not take. All other errors of the job keep their whole
     traceback, and with ``HYDRA_FULL_ERROR=1`` these too. And the jobs of joblib's and submitit's
     launchers learn which script starts the ranks.
 
@@ -53,8 +54,11 @@ def application(config_name: str = "train") -> Iterator[None]:
         _follow_the_sweep()
         with recorded_application():
             yield
-    except InstantiationException:
-        raise  # a constructor's own error, most often: where it was raised has to be seen
+    except InstantiationException as error:
+        cause = error.__cause__
+        if before == "1" or not isinstance(cause, Exception) or not is_refused(cause):
+            raise  # a constructor's own error, most often: where it was raised has to be seen
+        _end(Refusal(cause).line)
     except Refusal as refusal:
         if before == "1":
             raise refusal.error from None

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from pipeswift_lightning.jobs.settings import check_settings
 
-__all__ = ["Refusal", "refusing"]
+__all__ = ["Refusal", "is_refused", "refusing"]
 
 T = TypeVar("T")
 _OURS = "pipeswift_lightning."
@@ -62,7 +62,7 @@ def refusing(recipe: str) -> Callable[[Callable[[DictConfig], T]], Callable[[Dic
             except Exception as error:
                 cause = error.__cause__ if isinstance(error, InstantiationException) else error
                 alone = HydraConfig.get().mode is not RunMode.MULTIRUN
-                if alone and isinstance(cause, Exception) and _is_refused(cause):
+                if alone and isinstance(cause, Exception) and is_refused(cause):
                     raise Refusal(cause) from error
                 raise
 
@@ -71,6 +71,7 @@ def refusing(recipe: str) -> Callable[[Callable[[DictConfig], T]], Callable[[Dic
     return decorate
 
 
-def _is_refused(error: Exception) -> bool:
+def is_refused(error: Exception) -> bool:
+    """Whether this package says what was wrong, or the operating system about a named file."""
     named = isinstance(error, OSError) and error.filename is not None
     return named or type(error).__module__.startswith(_OURS)
