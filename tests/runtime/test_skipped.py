@@ -140,10 +140,32 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-@pytest.mark.parametrize(("name", "runs"), [("chain", 1), ("shapes read", len(set(SHAPES)))])
+def handed_on(network: Network, x: Tensor) -> Tensor:
+    """Operations of all sorts that look at no size."""
+    parts = [network.a(x)]
+    parts.append(parts[0].unsqueeze(0).sum(0, keepdim=False).to(parts[0].dtype))
+    y = torch.cat([torch.stack(parts).mean(0), parts[1]], -1)[:, :2].softmax(-1)
+    parts.clear()
+    y += 1
+    y[:, 0] = 3.0
+    y.mul_(2)
+    found: Tensor = network.c(network.b(y) + 1)
+    return found
+
+
+MORE["handed on"] = handed_on
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        *((name, 1) for name in ("chain", "code between", "handed on")),
+        *((name, len(set(SHAPES))) for name in ("shapes read", "sizes")),
+    ],
+)
 def test_a_layer_is_run_once_unless_something_looks_at_its_output(name: str, runs: int) -> None:
     inputs = batches()
-    stages = Stages(FORWARDS[name][0], inputs[0], Counting)
+    stages = Stages(MORE.get(name) or FORWARDS[name][0], inputs[0], Counting)
     Counting.runs = 0
     for x in inputs:
         stages.output(x, [0, 2])
@@ -199,3 +221,36 @@ def test_a_layer_whose_outputs_depend_on_the_shape_is_refused_where_it_matters()
         stages.output(x, [0, 2])
     with pytest.raises(CutError, match=r"another number of tensors .* Rule: .* Remedy: "):
         stages.output(inputs[2], [0, 2])
+
+
+def test_layers_that_are_alike_are_run_once_a_shape() -> None:
+    def looks(network: Network, x: Tensor) -> Tensor:
+        y = network.a(x)
+        z = network.b(y + torch.ones(y.shape))
+        found: Tensor = network.c(z + torch.ones(z.shape))
+        return found
+
+    inputs = batches()
+    stages = Stages(looks, inputs[0], Counting)
+    stages.network.b = Counting(2, 2)
+    stages.cut = cut_of(stages.network)
+    stages.trace = trace_of(stages.cut, lambda: stages.network(inputs[0]))
+    Counting.runs = 0
+    for x in inputs:
+        stages.output(x, [0, 2])
+    assert Counting.runs == len(set(SHAPES))
+
+
+def test_a_mask_that_changes_later_selects_as_it_did() -> None:
+    def masked(network: Network, x: Tensor) -> Tensor:
+        mask = x.abs().sum(1) > 1
+        y = network.a(x)[mask]
+        mask.zero_()
+        found: Tensor = network.c(network.b(y + torch.zeros(y.shape)))
+        return found
+
+    inputs = batches()
+    for got, want in zip(
+        outputs(masked, inputs, [0, 2]), outputs(masked, inputs, [0]), strict=True
+    ):
+        assert torch.equal(got, want)

@@ -6,8 +6,9 @@ computed locally and never sent. What depends on a parameter or on a layer of an
 run over a mixture of absent and present tensors.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from typing_extensions import override
 
+from pipeswift_lightning.runtime.deferred import Deferrals, kind_of
 from pipeswift_lightning.runtime.operations import OperationCounter
 from pipeswift_lightning.runtime.structure import leaves_of, mapped
 
@@ -23,8 +25,12 @@ __all__ = ["AbsentMode", "AbsentValueError", "absent_output", "entered", "left",
 _META = torch.device("meta")
 _DEVICE_GETTER = torch.Tensor.device.__get__
 _IS_META_GETTER = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_DTYPE_GETTER = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or")}
+_MAX_SEEN = 4096
+_KEEPING_SHAPE = _AUGMENTED | {"__setitem__", "masked_fill_", "zero_", "fill_", "clamp_"}
+_KEEPING_SHAPE |= {f"{name}_" for name in ("add", "sub", "mul", "div", "copy", "addcmul")}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _REPEATING = {torch.repeat_interleave, torch.Tensor.repeat_interleave}
 _READS = {
@@ -79,10 +85,11 @@ class AbsentMode(TorchFunctionMode):
         on_parameter: Called with each parameter that takes part in an absent operation.
         resolve: Maps ``id(tensor)`` of an absent tensor to the present one that has arrived for it.
         strict: Whether using an absent tensor is an error.
+        seen: What operations on tensors of unknown shape have returned in other runs.
 
     Attributes:
         counter: Counts what depends on parameters, where values are named by their operations.
-        deferred: By ``id``, absent tensors whose shape is not known yet, and what finds it.
+        deferred: Absent tensors whose shape is not known yet.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class AbsentMode(TorchFunctionMode):
         on_parameter: Callable[[nn.Parameter], None] | None = None,
         resolve: Mapping[int, Tensor] | None = None,
         strict: bool = False,
+        seen: dict[Hashable, Tensor] | None = None,
     ) -> None:
         super().__init__()
         self.device = device
@@ -101,12 +109,8 @@ class AbsentMode(TorchFunctionMode):
         self.resolve = resolve if resolve is not None else {}
         self.strict = strict
         self.counter: OperationCounter | None = None
-        self.deferred: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
-
-    def known(self, leaf: Any) -> Any:
-        """Return a tensor of the right shape for a deferred one; anything else as it is."""
-        found = self.deferred.get(id(leaf))
-        return leaf if found is None else found[1]()
+        self.deferred = Deferrals()
+        self._seen = seen if seen is not None else {}
 
     @override
     def __torch_function__(
@@ -136,11 +140,40 @@ class AbsentMode(TorchFunctionMode):
             return self.device
         if func == _IS_META_GETTER:
             return True
-        if self.deferred:
-            args, kwargs = mapped(self.known, (args, kwargs))
-        if self.on_parameter is not None:
-            mapped(self._note, (args, kwargs))
+        if self.on_parameter is None:
+            return self._run_later(func, args, kwargs)
+        mapped(self._note, (args, kwargs))
         return self._run_absent(func, args, kwargs)
+
+    def _run_later(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``func`` once its result has to be known, if its like has been seen, or else now."""
+        deferred, leaves = self.deferred, leaves_of((args, kwargs))
+        waits = any(leaf in deferred for leaf in leaves) if deferred else False
+        if waits and func == _DTYPE_GETTER:
+            return args[0].dtype
+        if waits and getattr(func, "__name__", "") in _KEEPING_SHAPE and args[0] in deferred:
+            return None if func is Tensor.__setitem__ else args[0]
+        if not _may_wait(func, kwargs, leaves):
+            return self._make(func, args, kwargs)[0]
+        key = (func, *kwargs, *map(kind_of, leaves))
+        like = self._seen.get(key) if waits else None
+        if like is not None:
+            given = mapped(lambda leaf: leaf, (args, kwargs))  # a list may change until then
+            return deferred.defer(partial(self._make, func, *given), leaves, [like])[0]
+        result = self._make(func, args, kwargs)[0]
+        if type(result) is Tensor and result.is_meta:
+            if len(self._seen) >= _MAX_SEEN:
+                self._seen.clear()
+            self._seen[key] = result
+        return result
+
+    def _make(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        args, kwargs = mapped(self.deferred.known, (args, kwargs))
+        return [self._run_absent(func, args, kwargs)]
 
     def _run_absent(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -245,6 +278,14 @@ def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name in _AUGMENTED or "out" in kwargs
+
+
+def _may_wait(func: Callable[..., Any], kwargs: dict[str, Any], leaves: Sequence[Any]) -> bool:
+    """Whether it makes no difference when an operation runs, or if it does."""
+    if _writes(func, kwargs) or func in _READS or func in _MOVES:
+        return False
+    # Values of a mask decide the shape, and may change in place until then.
+    return func not in _INDEXING | _REPEATING or not any(map(_is_present, leaves))
 
 
 def _placed_on_meta(leaf: Any) -> Any:

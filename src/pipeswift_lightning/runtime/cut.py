@@ -197,7 +197,10 @@ class LayerCut:
         stretch, mode = _WHOLE, None
         if trace is not None:  # nothing is absent on the first stage, or a wrong step would show it
             stretch = trace.stretch(first, last)
-            mode = AbsentMode(self.device, absent_parameters=first > 0, strict=first == 0)
+            seen = self._skipped.operations
+            mode = AbsentMode(
+                self.device, absent_parameters=first > 0, strict=first == 0, seen=seen
+            )
         present = dict(zip(stretch.arriving, received, strict=True))
         run = RunState(trace, first, last, present, reseed, mode, stretch)
         self._run = run
@@ -209,6 +212,8 @@ class LayerCut:
             return Boundary(run.boundary)
         finally:
             self._run = None
+            if mode is not None:
+                mode.deferred.clear()
         self._check_complete(run, step_name, num_layers, last)
         return Completed(_resolved(output, run.resolve))
 

@@ -3,11 +3,10 @@
 The shapes of a layer's outputs are found by running it on the meta device. That takes as long as a
 small forward, and micro-batches of unequal samples have ever new shapes; but most code only hands
 the outputs of one layer to the next. So where the structure of the outputs is known from other
-shapes, they are *deferred*: stand-ins without a shape, until code between the layers looks at one.
+shapes, they are *deferred* until code between the layers looks at one.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeswift_lightning.runtime.absent import AbsentMode, absent_output, entered
+from pipeswift_lightning.runtime.alike import form_of
 from pipeswift_lightning.runtime.network_call import CutError
 from pipeswift_lightning.runtime.rng import preserved_rng
 from pipeswift_lightning.runtime.structure import leaves_of, mapped
@@ -34,12 +34,18 @@ class SkippedLayers:
     Args:
         layers: All layers of the network.
         network_name: How errors name the network.
+
+    Attributes:
+        operations: What operations between layers have returned, for `AbsentMode`.
     """
 
     def __init__(self, layers: Sequence[nn.Module], network_name: str) -> None:
         self._layers, self._network_name = layers, network_name
         self._templates: dict[Hashable, Template] = {}
         self._structures: dict[Hashable, Template] = {}
+        self._forms: dict[Hashable, int] = {}
+        self._numbers: dict[int, int] = {}
+        self.operations: dict[Hashable, Tensor] = {}
 
     def answer(
         self,
@@ -60,27 +66,48 @@ class SkippedLayers:
             leaves: Of both.
             mode: Of the run; left while this is called.
         """
-        layer = index, self._layers[index].training
+        layer = self._form(index, original), self._layers[index].training
         deferred = mode.deferred
-        if not deferred or not any(id(leaf) in deferred for leaf in leaves):
+        if not deferred or not any(leaf in deferred for leaf in leaves):
             template = self._templates.get((*layer, *map(_described, leaves)))
             if template is not None:
                 return _copies(template), template[1]
         kind = (*layer, *map(_kind, leaves))
-        call = _Call(self, index, original, args, kwargs, mode)
+        given = mapped(lambda leaf: leaf, (args, kwargs))  # a list may change until it is used
+        call = partial(self.template, index, original, given[0], given[1], mode)
         structure = self._structures.get(kind)
         if structure is not None:
-            return call.deferred(structure[0]), structure[1]
-        template = call.template()
+            make = partial(self._later, call, index, mode, len(structure[0]))
+            return deferred.defer(make, leaves, structure[0]), structure[1]
+        template = call()
         if all(leaf is None or isinstance(leaf, Tensor) for leaf in template[0]):
             self._structures[kind] = template
         return _copies(template), template[1]
 
+    def _later(
+        self, call: Callable[[], Template], index: int, mode: AbsentMode, number: int
+    ) -> list[Any]:
+        """Find the shapes, now that code between the layers looks at one."""
+        counter = mode.counter
+        was_paused = counter is not None and counter.paused
+        if counter is not None:
+            counter.paused = True
+        try:
+            leaves = _copies(call())
+        finally:
+            if counter is not None:
+                counter.paused = was_paused
+        if len(leaves) != number:
+            raise self.changed(index)
+        return leaves
+
     def template(
         self, index: int, original: Callable[..., Any], args: Any, kwargs: Any, mode: AbsentMode
     ) -> Template:
-        """Return what a layer returns for arguments whose shapes are all known."""
-        key = (index, self._layers[index].training, *map(_described, leaves_of((args, kwargs))))
+        """Return what a layer returns, once the shapes of all its arguments can be known."""
+        args, kwargs = mapped(mode.deferred.known, (args, kwargs))
+        layer = self._form(index, original), self._layers[index].training
+        key = (*layer, *map(_described, leaves_of((args, kwargs))))
         template = self._templates.get(key)
         if template is None:
             # What the layer draws here must not change what code between the layers draws.
@@ -93,6 +120,14 @@ class SkippedLayers:
             self._templates[key] = template
         return template
 
+    def _form(self, index: int, original: Callable[..., Any]) -> int:
+        """Return a number that layers have in common which are alike."""
+        number = self._numbers.get(index)
+        if number is None:
+            form = form_of(self._layers[index], original)
+            number = self._numbers[index] = self._forms.setdefault(form, len(self._forms))
+        return number
+
     def changed(self, index: int) -> CutError:
         """Return the error of a layer whose output depends on shapes in more than its shape."""
         return CutError(
@@ -100,53 +135,6 @@ class SkippedLayers:
             "shapes than for others. Rule: what a layer returns has one structure. Remedy: return "
             "coarser layers from configure_pipeline()"
         )
-
-
-@dataclass(slots=True)
-class _Call:
-    """One call of a layer that is not run."""
-
-    layers: SkippedLayers
-    index: int
-    original: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    mode: AbsentMode
-    _found: list[Any] = field(default_factory=list)
-
-    def deferred(self, leaves: list[Any]) -> list[Any]:
-        """Return stand-ins for what the call returns; ``leaves`` are those of a like call."""
-        found = [_sizeless(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        for i, leaf in enumerate(found):
-            if isinstance(leaf, Tensor):  # it is held, or its id could be another's
-                self.mode.deferred[id(leaf)] = leaf, partial(self._value, i, len(leaves))
-        return found
-
-    def _value(self, leaf: int, number: int) -> Any:
-        """Find the shapes, now that code between the layers looks at one."""
-        if not self._found:
-            counter = self.mode.counter
-            was_paused = counter is not None and counter.paused
-            if counter is not None:
-                counter.paused = True
-            try:
-                self._found = _copies(self.template())
-            finally:
-                if counter is not None:
-                    counter.paused = was_paused
-            if len(self._found) != number:
-                raise self.layers.changed(self.index)
-        return self._found[leaf]
-
-    def template(self) -> Template:
-        """Return what the call returns."""
-        args, kwargs = mapped(self.mode.known, (self.args, self.kwargs))
-        return self.layers.template(self.index, self.original, args, kwargs, self.mode)
-
-
-def _sizeless(tensor: Tensor) -> Tensor:
-    """Return a like tensor, of sizes that nothing could take for real ones."""
-    return torch.empty((0,) * tensor.ndim, dtype=tensor.dtype, device="meta")
 
 
 def _copies(template: Template) -> list[Any]:
