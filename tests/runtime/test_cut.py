@@ -1,6 +1,7 @@
 """One look at the step tells the order of the layers and what crosses each cut."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -420,3 +421,60 @@ def test_layers_may_hand_on_any_structure(value: Any) -> None:
             assert a.resolve_conj().equal(b.resolve_conj())
         else:
             assert a == b
+
+
+@dataclass
+class _State:
+    x: Tensor
+    total: Tensor
+    calls: int = 0
+
+
+class _Stateful(nn.Module):
+    """Takes and returns a dataclass: a new one, or the one that it was given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(2, 2), kind
+
+    def forward(self, state: _State) -> Any:
+        x = self.linear(state.x)
+        if self.kind == "new":
+            return _State(x, state.total + x.sum(), state.calls + 1)
+        state.x, state.total, state.calls = x, state.total + x.sum(), state.calls + 1
+        return state if self.kind == "same" else None
+
+
+def _with_state(network: Network, x: Tensor) -> Tensor:
+    state = _State(x, x.new_zeros(()))
+    for layer in (network.a, network.b, network.c):
+        state = layer(state) or state
+        state.x = state.x * 1.5
+    found: Tensor = state.x + state.total * state.calls
+    return found
+
+
+@pytest.mark.parametrize("starts", [[0, 1, 2], [0, 2], [0, 1]])
+@pytest.mark.parametrize("kind", ["new", "same", "none"])
+def test_a_dataclass_is_handed_from_layer_to_layer(kind: str, starts: list[int]) -> None:
+    network = Network(_with_state)
+    network.a, network.b, network.c = (_Stateful(kind) for _ in range(3))  # type: ignore[assignment]
+    x = torch.randn(3, 2)
+    want = network(x)
+    if kind == "none":
+        with pytest.raises(CutError, match="layers hand on what they compute by returning it"):
+            piped(network, starts, x)
+        return
+    got, _ = piped(network, starts, x)
+    assert torch.equal(got, want)
+
+
+def test_what_fails_without_data_is_named_with_a_remedy() -> None:
+    def forward(n: Network, x: Tensor) -> Tensor:
+        lengths = torch.full((len(x),), 2)
+        packed = nn.utils.rnn.pack_padded_sequence(n.a(x)[..., None], lengths, batch_first=True)
+        found: Tensor = n.c(n.b(packed.data.view(-1, 2)))
+        return found
+
+    with pytest.raises(AbsentValueError, match=r"runs .*pack_padded.* Rule: .* Remedy: "):
+        piped(Network(forward), [0, 2], torch.randn(3, 2))

@@ -1,6 +1,7 @@
 """Walks of nested arguments agree with torch's pytrees."""
 
 from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -47,3 +48,26 @@ def test_tensors_are_leaves() -> None:
     leaves = leaves_of(({"x": x}, [weight]))
     assert leaves[0] is x
     assert leaves[1] is weight
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a network may hand from layer to layer; no pytree knows it."""
+
+    x: object
+    parts: list[object]
+    calls: list[int] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.calls.append(1)  # a copy is no new one
+
+
+def test_dataclasses_are_walked_by_their_fields() -> None:
+    state = State(1, [2, {"a": 3}])
+    value = OrderedDict(first=(state, 5))
+    assert leaves_of(value) == [1, 2, 3, 1, 5]
+    changed = refilled(value, "abcde")["first"][0]
+    assert (changed.x, changed.parts, changed.calls) == ("a", ["b", {"a": "c"}], ["d"])
+    assert mapped(lambda leaf: leaf + 1, state) == refilled(state, [2, 3, 4, 2])
+    assert (state.x, state.parts, state.calls) == (1, [2, {"a": 3}], [1])
+    assert leaves_of(State) == [State], "the type itself is a leaf"

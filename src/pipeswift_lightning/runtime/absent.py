@@ -210,8 +210,17 @@ class AbsentMode(TorchFunctionMode):
             args = (args[0], "meta", *args[2:])
         if isinstance(kwargs.get("device"), str | int):
             kwargs = {**kwargs, "device": "meta"}
-        with torch.no_grad():
-            return func(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                return func(*args, **kwargs)
+        except RuntimeError as error:
+            msg = (
+                f"code outside the layers runs {getattr(func, '__name__', func)} on a value that "
+                f"another stage computes, and that fails without data: {error}. Rule: outside its "
+                "layers, the network runs what shapes alone are enough for. Remedy: move that code "
+                "into a layer, or return coarser layers from configure_pipeline()"
+            )
+            raise AbsentValueError(msg) from error
 
     def _any_absent(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return self._is_absent(args) or (bool(kwargs) and self._is_absent(kwargs))

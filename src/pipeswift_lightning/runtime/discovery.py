@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
 from pipeswift_lightning.runtime.operations import Operation, OperationCounter
+from pipeswift_lightning.runtime.structure import leaves_of
 from pipeswift_lightning.runtime.trace import StepTrace, Value
 
 __all__ = ["Discovery", "DiscoveryDone", "LayerCalledTwiceError"]
@@ -103,7 +104,7 @@ class Discovery:
         """Code outside the layers uses absent values."""
         if self._inside_layer or self.network_returned:
             return
-        for leaf in tree_flatten((args, kwargs))[0]:
+        for leaf in leaves_of((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.is_meta:
                 self._use(leaf, self._gap - 1)
 
@@ -111,7 +112,7 @@ class Discovery:
         """Code outside the layers made absent values."""
         if self._inside_layer or self.network_returned:
             return
-        for leaf in tree_flatten(result)[0]:
+        for leaf in leaves_of(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self._created:
                 self._alive.append(leaf)
                 self._created[id(leaf)] = self._gap
@@ -147,7 +148,7 @@ class Discovery:
         position = len(self.order)
         self.order.append(index)
         self._digests[position] = self._counter.digest
-        leaves = tree_flatten((args, kwargs))[0]
+        leaves = leaves_of((args, kwargs))
         self._inputs.append(
             tuple(
                 (i, self._name(leaf, position))
@@ -162,7 +163,7 @@ class Discovery:
         self._outputs.append(
             tuple(
                 (i, self._name(leaf, position + 1, is_output=True))
-                for i, leaf in enumerate(tree_flatten(output)[0])
+                for i, leaf in enumerate(leaves_of(output))
                 if isinstance(leaf, Tensor) and leaf.is_meta
             )
         )
@@ -173,10 +174,11 @@ class Discovery:
     ) -> Any:
         self._inside_layer = self._counter.paused = True
         given = to_absent((args, kwargs))
-        copies, before = tree_flatten(given)
+        copies, before = leaves_of(given), tree_flatten(given)[1]
         try:
             output = to_absent(original(*given[0], **given[1]))
-            self._note_changes(leaves, copies, tree_flatten(given)[1] != before)
+            resized = tree_flatten(given)[1] != before
+            self._note_changes(leaves, copies, resized or _lost(copies, given, output))
             return output
         except (RuntimeError, NotImplementedError):
             # A layer that cannot run without data; blocks keep their first tensor's shape.
@@ -227,7 +229,7 @@ class Discovery:
         """
         self.note_use((output,), {})  # what it returns is used by the step, on the last stage
         self.network_returned = True
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor)]
         self.returns_scalar = any(x.dim() == 0 and x.is_floating_point() for x in tensors)
         self.returned_rows = frozenset(x.shape[0] if x.dim() else -1 for x in tensors)
         if self._at_return is None:
@@ -273,3 +275,10 @@ class Discovery:
             returned_rows=self.returned_rows,
             only_whole=self.only_whole,
         )
+
+
+def _lost(before: list[Any], given: Any, output: Any) -> bool:
+    """Whether a layer has put a tensor into what it was given, and does not return it."""
+    after = leaves_of(given)
+    known = {id(leaf) for leaf in (*before, *leaves_of(output))}
+    return any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in after)

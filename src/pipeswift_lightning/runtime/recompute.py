@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.layer_wrapper import LayerWrapper
 from pipeswift_lightning.runtime.network_call import CutError
+from pipeswift_lightning.runtime.structure import mapped
 
 __all__ = ["Recomputation", "is_recomputing", "note_present", "with_present"]
 
@@ -110,7 +110,7 @@ def note_present(absent: Tensor, present: Tensor, layer: str) -> None:
 
 def with_present(arguments: Any) -> Any:
     """Return the arguments of a layer's second call, as they were in its first."""
-    return tree_map_only(Tensor, lambda t: getattr(t, _PRESENT, t), arguments)
+    return mapped(lambda x: getattr(x, _PRESENT, x) if isinstance(x, Tensor) else x, arguments)
 
 
 def _in_reentrant_checkpoint() -> bool:

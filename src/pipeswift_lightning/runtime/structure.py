@@ -1,18 +1,20 @@
 """Walk nested arguments: as pytrees do, at a tenth of the time.
 
 A stage walks the arguments and outputs of every layer of every micro-batch. Nearly all are tuples,
-lists and dicts of tensors and plain values, so these are told apart here. Whatever else is met
-(a dataclass, an ordered dict, a model's output) is left to ``torch.utils._pytree``, leaf for leaf
+lists and dicts of tensors and plain values, so these are told apart here. Dataclasses, which hold
+what a network hands from layer to layer in some users' code, are walked by their fields. Whatever
+else is met (an ordered dict, a model's output) is left to ``torch.utils._pytree``, leaf for leaf
 in the same order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["leaves_of", "mapped", "refilled"]
 
@@ -21,7 +23,7 @@ _LEAVES = frozenset({Tensor, nn.Parameter, torch.dtype, torch.device, *_PLAIN})
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of ``value``, in the order of ``tree_flatten``.
+    """Return the leaves of ``value``, in the order of ``tree_flatten`` (and of fields).
 
     Example:
         >>> leaves_of(((1, [2]), {"a": 3, "b": None}))
@@ -37,13 +39,40 @@ def _collect(value: Any, leaves: list[Any]) -> None:
     if kind in _LEAVES:
         leaves.append(value)
     elif kind is tuple or kind is list or kind is dict:
-        for part in value.values() if kind is dict else value:
-            if type(part) in _LEAVES:  # without a call: nearly all are
-                leaves.append(part)
-            else:
-                _collect(part, leaves)
+        _collect_parts(value.values() if kind is dict else value, leaves)
+    elif (fields := _fields(value)) is not None:
+        _collect_parts([getattr(value, name) for name in fields], leaves)
     else:
-        leaves.extend(tree_flatten(value)[0])
+        for leaf in tree_flatten(value)[0]:
+            if _fields(leaf) is None:
+                leaves.append(leaf)
+            else:
+                _collect(leaf, leaves)
+
+
+def _collect_parts(parts: Iterable[Any], leaves: list[Any]) -> None:
+    for part in parts:
+        if type(part) in _LEAVES:  # without a call: nearly all are
+            leaves.append(part)
+        else:
+            _collect(part, leaves)
+
+
+def _fields(value: Any) -> list[str] | None:
+    """Return the names of a dataclass's fields; ``None`` if it is none, or pytrees know it."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    if type(value) in SUPPORTED_NODES:
+        return None
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
+    """Return a copy with other values; its initialiser, which may do more, is not called."""
+    found = copy.copy(value)
+    for name, field in fields.items():
+        object.__setattr__(found, name, field)  # it may be frozen
+    return found
 
 
 def refilled(value: Any, leaves: Sequence[Any]) -> Any:
@@ -65,8 +94,12 @@ def _refill(value: Any, leaves: Iterator[Any]) -> Any:
         return tuple(filled) if kind is tuple else filled
     if kind is dict:
         return {key: _refill(part, leaves) for key, part in value.items()}
+    if (fields := _fields(value)) is not None:
+        return _with_fields(value, {n: _refill(getattr(value, n), leaves) for n in fields})
     mine, spec = tree_flatten(value)
-    return tree_unflatten(list(islice(leaves, len(mine))), spec)
+    return tree_unflatten(
+        [next(leaves) if _fields(leaf) is None else _refill(leaf, leaves) for leaf in mine], spec
+    )
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -85,4 +118,6 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
         return [mapped(change, part) for part in value]
     if kind is dict:
         return {key: mapped(change, part) for key, part in value.items()}
-    return tree_map(change, value)
+    if (fields := _fields(value)) is not None:
+        return _with_fields(value, {n: mapped(change, getattr(value, n)) for n in fields})
+    return tree_map(lambda x: change(x) if _fields(x) is None else mapped(change, x), value)
