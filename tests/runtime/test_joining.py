@@ -50,3 +50,13 @@ def test_what_cannot_be_joined_is_refused_where_it_is_used_and_may_travel() -> N
             use()
     with pytest.raises(CutError, match=r"net returned \[1, 2\]"):
         join_outputs([1, 2], [1, 1], "net")
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_what_another_stage_has_kept_is_refused_by_its_own_reason(shape: tuple[int, ...]) -> None:
+    absent = torch.empty(shape, device="meta")
+    joined = join_outputs([(torch.ones(2, 1), absent)] * 2, [2, 2], "self.net")
+    output = joined.fill(joined.tensors)
+    assert output[0].shape == (4, 1)
+    with pytest.raises(CutError, match=r"value of another stage.* Rule: .*attribute.* Remedy: "):
+        output[1] * 2

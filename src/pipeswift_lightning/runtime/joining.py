@@ -12,6 +12,11 @@ from pipeswift_lightning.runtime.unjoined import Unjoined, aligned, constant
 
 __all__ = ["JoinedOutputs", "join_outputs"]
 
+_CROSSING = (
+    "Rule: what a layer of another stage computes gets here as an argument or an output of a "
+    "layer, not as an attribute that it keeps. Remedy: return it from the layers, and pass it on"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class JoinedOutputs:
@@ -125,16 +130,23 @@ def _joined(
     detached = [part.detach() for part in column]
     if len(detached) == 1 and not detached[0].is_meta:
         return detached[0].clone()
+    if any(part.is_meta for part in detached):
+        return Unjoined("what depends on a value of another stage", network, _CROSSING)
     if all(part.dim() == 0 for part in detached):
-        if not detached[0].is_floating_point():
-            return detached[-1]
-        return sum(
-            (part * weight for part, weight in zip(detached, weights, strict=True) if weight),
-            start=torch.zeros_like(detached[0]),
-        )
+        return _joined_scalars(detached, weights)
     by_row = all(p.dim() and p.shape[0] == n for p, n in zip(detached, sizes, strict=True))
-    if not by_row or len({p.shape[1:] for p in detached}) > 1 or any(p.is_meta for p in detached):
+    if not by_row or len({p.shape[1:] for p in detached}) > 1:
         shapes = [list(part.shape) for part in detached]
         what = f"tensors of shapes {shapes} for micro-batches of {list(sizes)} samples"
         return Unjoined(what, network)
     return torch.cat(detached)
+
+
+def _joined_scalars(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the mean; of numbers that have none, such as counts, the last."""
+    if not parts[0].is_floating_point():
+        return parts[-1]
+    return sum(
+        (part * weight for part, weight in zip(parts, weights, strict=True) if weight),
+        start=torch.zeros_like(parts[0]),
+    )

@@ -11,6 +11,11 @@ from pipeswift_lightning.runtime.network_call import CutError
 
 __all__ = ["Unjoined", "aligned", "constant"]
 
+_ROWS = (
+    "Rule: to see the whole batch, the loss needs tensors with a row a sample. Remedy: return "
+    'those, or PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
+)
+
 
 class Unjoined:
     """Stands for parts of the output that the whole batch has none of, such as key-value caches.
@@ -20,14 +25,11 @@ class Unjoined:
     Args:
         what: What they are.
         network: How errors name the network.
+        rule: What was expected, and what to do.
     """
 
-    def __init__(self, what: str, network: str) -> None:
-        self._message = (
-            f"{network} returned {what}, and the step uses that. Rule: to see the whole batch, the "
-            "loss needs tensors with a row a sample. Remedy: return those, or "
-            'PipeSwiftStrategy(loss="per_sample"), if the loss is a mean over samples'
-        )
+    def __init__(self, what: str, network: str, rule: str = _ROWS) -> None:
+        self._message = f"{network} returned {what}, and the step uses that. {rule}"
 
     @override
     def __eq__(self, other: object) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
@@ -25,8 +24,9 @@ from pipeswift_lightning.runtime.profiler.copies import StandIns
 from pipeswift_lightning.runtime.profiler.examples import shape_of
 from pipeswift_lightning.runtime.profiler.measure import Measured, Subject, layer_profiles
 from pipeswift_lightning.runtime.profiler.network import check
-from pipeswift_lightning.runtime.profiler.probe import ProfileError
+from pipeswift_lightning.runtime.profiler.probe import OTHER_NUMBER, ProfileError
 from pipeswift_lightning.runtime.rng import preserved_rng
+from pipeswift_lightning.runtime.structure import leaves_of, mapped
 from pipeswift_lightning.runtime.trace import StepTrace
 
 __all__ = ["flops_model"]
@@ -152,15 +152,15 @@ class _Counter(LayerWrapper):
         self._end_gap()
         self._next += 1
         with left(self._mode), torch.enable_grad():
-            args, kwargs = tree_map_only(Tensor, _given, (args, kwargs))
+            args, kwargs = mapped(_given, (args, kwargs))
             self.input_bytes[position] = self._note(
-                tree_flatten((args, kwargs))[0], self._trace.inputs[position]
+                leaves_of((args, kwargs)), self._trace.inputs[position]
             )
             try:
                 output = self._count(position, original, args, kwargs)
             except (RuntimeError, NotImplementedError):
                 output = self._guessed(position, original, args, kwargs)
-            self._note(tree_flatten(output)[0], self._trace.outputs[position])
+            self._note(leaves_of(output), self._trace.outputs[position])
         self._gap_start = self._flops.get_total_flops()
         return output
 
@@ -180,18 +180,18 @@ class _Counter(LayerWrapper):
             stack.enter_context(saved_tensors_hooks(note, lambda tensor: tensor))
             output = original(*args, **kwargs)
         middle = self._flops.get_total_flops()
-        roots = [x for x in tree_flatten(output)[0] if isinstance(x, Tensor) and x.requires_grad]
+        roots = [x for x in leaves_of(output) if isinstance(x, Tensor) and x.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         self.forward[position] += middle - start
         self.backward[position] += self._flops.get_total_flops() - middle
-        return to_absent(tree_map_only(Tensor, Tensor.detach, output))
+        return to_absent(output)
 
     def _guessed(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         layer = self._subject.layers[self._trace.order[position]]
-        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        tensors = [x for x in leaves_of((args, kwargs)) if isinstance(x, Tensor)]
         places = max((x.numel() // x.shape[-1] for x in tensors[:1] if x.dim()), default=1)
         flops = 2 * places * sum(p.numel() for p in layer.parameters() if p.dim() > 1)
         self.forward[position] += flops
@@ -205,14 +205,15 @@ class _Counter(LayerWrapper):
         self.backward[position] += 2 * flops  # absent values have no graph to count
 
     def _note(self, leaves: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> int:
+        if any(leaf >= len(leaves) for leaf, _ in pairs):
+            raise ProfileError(OTHER_NUMBER)
         sizes = {v: leaves[leaf].numel() * leaves[leaf].element_size() for leaf, v in pairs}
         self.value_bytes.update(sizes)
         return sum(sizes.values())
 
 
-def _given(tensor: Tensor) -> Tensor:
+def _given(leaf: Any) -> Any:
     """Return an argument of a layer on the meta device; gradients flow to activations."""
-    absent: Tensor = to_absent(tensor)
-    if tensor.is_meta and tensor.is_floating_point():
-        return torch.empty_like(absent).requires_grad_()
-    return absent
+    if isinstance(leaf, Tensor) and leaf.is_meta and leaf.is_floating_point():
+        return torch.empty_like(to_absent(leaf)).requires_grad_()
+    return to_absent(leaf)

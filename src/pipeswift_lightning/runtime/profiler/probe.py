@@ -16,21 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from typing_extensions import override
 
-from pipeswift_lightning.runtime.absent import AbsentMode, absent_output, entered, left
+from pipeswift_lightning.runtime.absent import AbsentMode, absent_output, entered, left, to_absent
 from pipeswift_lightning.runtime.arrival import Arrival
 from pipeswift_lightning.runtime.layer_wrapper import LayerWrapper
 from pipeswift_lightning.runtime.profiler.clock import Clock
 from pipeswift_lightning.runtime.profiler.copies import StandIns
+from pipeswift_lightning.runtime.structure import leaves_of, refilled
 from pipeswift_lightning.runtime.trace import StepTrace
 
-__all__ = ["Pass", "Probe", "ProfileError", "What"]
+__all__ = ["OTHER_NUMBER", "Pass", "Probe", "ProfileError", "What"]
 
 
 class ProfileError(RuntimeError):
     """A network that cannot be measured."""
+
+
+OTHER_NUMBER = (
+    "a layer takes or returns fewer tensors for these shapes than in the first look at the step. "
+    "Rule: what layers take and return has one structure. Remedy: return coarser layers from "
+    "configure_pipeline()"
+)
 
 
 class What(Enum):
@@ -156,7 +163,7 @@ class Probe(LayerWrapper):
                     stack.enter_context(hooks)
                 self._gap_start = self._clock.mark()
                 output = step()
-                self._end_gap(tree_flatten(output)[0])
+                self._end_gap(leaves_of(output))
         except _EndedError:
             pass
         finally:
@@ -185,7 +192,7 @@ class Probe(LayerWrapper):
     ) -> Any:
         if not self._running:  # recomputed within a backward
             return original(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         self._end_gap(leaves)
         position = self._positions[index]
         if position != self._next:
@@ -202,10 +209,10 @@ class Probe(LayerWrapper):
             output = absent_output(original, args, kwargs)
             self._begin_gap()
             return output
-        return self._measure(position, original, leaves, spec)
+        return self._measure(position, original, (args, kwargs), leaves)
 
     def _measure(
-        self, position: int, original: Callable[..., Any], leaves: list[Any], spec: Any
+        self, position: int, original: Callable[..., Any], like: Any, leaves: list[Any]
     ) -> Any:
         with left(self._mode):
             leaves = [self._made_present(leaf) for leaf in leaves]
@@ -214,7 +221,7 @@ class Probe(LayerWrapper):
             {v: _bytes(leaves[leaf]) for leaf, v in self._trace.inputs[position]}.values()
         )
         given, inputs = _arrived(leaves)
-        args, kwargs = tree_unflatten(given, spec)
+        args, kwargs = refilled(like, given)
         held = self._held[position]
         with ExitStack() as stack:
             stack.enter_context(left(self._mode))
@@ -224,14 +231,14 @@ class Probe(LayerWrapper):
             start = self._clock.mark()
             output = original(*args, **kwargs)
             self._forward.append((position, start, self._clock.mark()))
-            outputs, out_spec = tree_flatten(output)
+            outputs, like = leaves_of(output), to_absent(output)
             del output, args, kwargs, given
             roots = [x for x in outputs if isinstance(x, Tensor) and x.requires_grad]
             self._add(_Segment(position, roots, inputs, again=False))
         self._note_values(outputs, self._trace.outputs[position])
         outputs, self._gap_inputs = _arrived(outputs)
         self._begin_gap()
-        return tree_unflatten(outputs, out_spec)
+        return refilled(like, outputs)
 
     def _begin_gap(self) -> None:
         self._gap_start = self._clock.mark()
@@ -300,6 +307,8 @@ class Probe(LayerWrapper):
         return tensor
 
     def _note_values(self, leaves: Sequence[Any], pairs: Sequence[tuple[int, int]]) -> None:
+        if any(leaf >= len(leaves) for leaf, _ in pairs):
+            raise ProfileError(OTHER_NUMBER)
         for leaf, value in pairs:
             self._pass.value_bytes[value] = _bytes(leaves[leaf])
 
