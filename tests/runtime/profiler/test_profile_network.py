@@ -2,8 +2,10 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from pipeswift_lightning.runtime.profiler import (
     optimizer_factor,
     profile_network,
 )
+from pipeswift_lightning.runtime.structure import leaves_of
 from tests.runtime.profiler.networks import Delicate, Sleeping, delicate_batch, loss_of
 
 CPU = torch.device("cpu")
@@ -140,6 +143,41 @@ def test_what_cannot_be_measured() -> None:
     with pytest.raises(ProfileError, match="called layer 1 of the network where layer 0 was due"):
         profile_network(Subject(network, list(network), backwards, CPU), batches, options=ONCE)
     assert not any("forward" in vars(layer) for layer in network)
+
+
+class Wrapped(nn.Module):
+    """Takes and returns a dataclass, or nothing but a tensor where there are few rows."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.linear, self.least = nn.Linear(2, 2), least
+
+    def forward(self, state: Any) -> Any:
+        held = state if isinstance(state, State) else State(state, torch.zeros(len(state)))
+        x = self.linear(held.x)
+        return State(x, held.sums + x.sum(1)) if len(x) >= self.least else [x]
+
+
+@dataclass
+class State:
+    x: Tensor
+    sums: Tensor
+
+
+def test_dataclasses_that_layers_hand_on_are_measured() -> None:
+    network = nn.Sequential(Wrapped(), Wrapped())
+    run = lambda x: network(x).sums  # noqa: E731
+    subject = Subject(network, list(network), run, CPU)
+    profile = profile_network(subject, [torch.ones(n, 2) for n in (1, 4)], options=ONCE)
+    assert [s.output_bytes for s in profile.layers[0].samples] == [4 * 3, 4 * 12]
+
+
+def test_a_layer_that_returns_less_for_other_shapes_is_refused() -> None:
+    network = nn.Sequential(Wrapped(least=2), nn.Identity())
+    run = lambda x: leaves_of(network(x))[0]  # noqa: E731
+    batches = [torch.ones(n, 2) for n in (4, 1)]
+    with pytest.raises(ProfileError, match=r"returns fewer tensors .* Rule: .* Remedy: "):
+        profile_network(Subject(network, list(network), run, CPU), batches, options=ONCE)
 
 
 def test_a_forward_that_changes_its_parameters_is_refused() -> None:
