@@ -108,12 +108,35 @@ def own_function(network: Network, x: Tensor) -> Tensor:
     return found
 
 
+def handed_on(network: Network, x: Tensor) -> Tensor:
+    """Operations of all sorts that look at no size."""
+    parts = [network.a(x)]
+    parts.append(parts[0].unsqueeze(0).sum(0, keepdim=False).to(parts[0].dtype))
+    y = torch.cat([torch.stack(parts).mean(0), parts[1]], -1)[:, :2].softmax(-1)
+    parts.clear()
+    y += 1
+    y[:, 0] = 3.0
+    y.mul_(2)
+    found: Tensor = network.c(network.b(y) + 1)
+    return found
+
+
+def reshaped_in_place(network: Network, x: Tensor) -> Tensor:
+    y = network.a(x)
+    z = y * 2  # it waits, and y changes its shape meanwhile
+    y.unsqueeze_(0)
+    found: Tensor = network.c(network.b(z + torch.ones(z.shape)) + y[0] * y.ndim)
+    return found
+
+
 MORE: dict[str, Forward] = {
     "skip": skip,
     "sizes": sizes,
     "in place": in_place,
     "nested": nested,
     "own function": own_function,
+    "handed on": handed_on,
+    "reshaped in place": reshaped_in_place,
 }
 
 
@@ -138,22 +161,6 @@ class Counting(nn.Linear):
             type(self).runs += 1
             torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
         return super().forward(input)
-
-
-def handed_on(network: Network, x: Tensor) -> Tensor:
-    """Operations of all sorts that look at no size."""
-    parts = [network.a(x)]
-    parts.append(parts[0].unsqueeze(0).sum(0, keepdim=False).to(parts[0].dtype))
-    y = torch.cat([torch.stack(parts).mean(0), parts[1]], -1)[:, :2].softmax(-1)
-    parts.clear()
-    y += 1
-    y[:, 0] = 3.0
-    y.mul_(2)
-    found: Tensor = network.c(network.b(y) + 1)
-    return found
-
-
-MORE["handed on"] = handed_on
 
 
 @pytest.mark.parametrize(

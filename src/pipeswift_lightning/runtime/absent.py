@@ -31,6 +31,8 @@ _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmu
 _MAX_SEEN = 4096
 _KEEPING_SHAPE = _AUGMENTED | {"__setitem__", "masked_fill_", "zero_", "fill_", "clamp_"}
 _KEEPING_SHAPE |= {f"{name}_" for name in ("add", "sub", "mul", "div", "copy", "addcmul")}
+_RESHAPING = {f"{name}_" for name in ("unsqueeze", "squeeze", "t", "transpose", "swapaxes")}
+_RESHAPING |= {f"{name}_" for name in ("swapdims", "resize", "resize_as", "set", "as_strided")}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _REPEATING = {torch.repeat_interleave, torch.Tensor.repeat_interleave}
 _READS = {
@@ -153,8 +155,11 @@ class AbsentMode(TorchFunctionMode):
         waits = any(leaf in deferred for leaf in leaves) if deferred else False
         if waits and func == _DTYPE_GETTER:
             return args[0].dtype
-        if waits and getattr(func, "__name__", "") in _KEEPING_SHAPE and args[0] in deferred:
-            return None if func is Tensor.__setitem__ else args[0]
+        name = getattr(func, "__name__", "")
+        if waits and name in _KEEPING_SHAPE and args and args[0] in deferred:
+            return None if func == Tensor.__setitem__ else args[0]
+        if deferred and name in _RESHAPING:
+            deferred.settle()  # what waits saw the tensor as it was
         if not _may_wait(func, kwargs, leaves):
             return self._make(func, args, kwargs)[0]
         key = (func, *kwargs, *map(kind_of, leaves))

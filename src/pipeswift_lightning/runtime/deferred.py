@@ -79,6 +79,12 @@ class Deferrals:
         assert call.results is not None
         return call.results[place[2]]
 
+    def settle(self) -> None:
+        """Make all calls."""
+        for _, call, _ in list(self._places.values()):
+            if call.results is None:
+                _make(call)
+
     def clear(self) -> None:
         """Forget all: calls that are not made hold what they were given."""
         self._places.clear()
