@@ -1,7 +1,10 @@
 """Layers of earlier stages are answered without a run for each shape, and as if there were one."""
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from pipeswift_lightning.runtime.absent import AbsentValueError
 from pipeswift_lightning.runtime.cut import Boundary, Completed, CutError
 from pipeswift_lightning.runtime.rng import reseeder
-from tests.runtime.test_cut import CPU, FORWARDS, Network, cut_of, skip, trace_of
+from tests.runtime.test_cut import CPU, FORWARDS, Network, cut_of, run, skip, trace_of
 
 SHAPES = [(3, 2), (3, 2), (5, 2), (2, 2), (7, 2), (1, 2), (5, 2)]
 Forward = Callable[..., Any]
@@ -129,6 +132,37 @@ def reshaped_in_place(network: Network, x: Tensor) -> Tensor:
     return found
 
 
+def side_reshaped(network: Network, x: Tensor) -> Tensor:
+    side = x.abs()
+    y = network.a(x) * side
+    side.unsqueeze_(0)  # y, whose size nobody knows yet, is as it was
+    found: Tensor = network.c(network.b(y + torch.ones(y.shape)))
+    return found
+
+
+def alike_but_for_structure(network: Network, x: Tensor) -> Tensor:
+    rows = network.a(x).sum(0).double()
+    single, short = rows[0] * torch.ones(2), rows[[0]] * torch.ones(1)
+    sizes = torch.zeros((), dtype=single.dtype), torch.zeros((), dtype=short.dtype)
+    factor = sizes[0].element_size() + 10 * sizes[1].element_size()
+    found: Tensor = network.c(network.b(x + rows.float())) * factor
+    return found
+
+
+def taken_apart(network: Network, x: Tensor) -> Tensor:
+    weight = nn.Parameter((network.a(x) * 2).detach())
+    squeezed = network.a.bias.expand(1, len(x), 2).squeeze()
+    found: Tensor = network.c(network.b(x)) * (weight.numel() + squeezed.ndim)
+    return found
+
+
+def changed_in_place(network: Network, x: Tensor) -> Tensor:
+    y = network.a(x)
+    z = (y * 1.0).relu_()
+    found: Tensor = network.c(network.b(z.sigmoid_()) + z) + z
+    return found
+
+
 MORE: dict[str, Forward] = {
     "skip": skip,
     "sizes": sizes,
@@ -137,6 +171,10 @@ MORE: dict[str, Forward] = {
     "own function": own_function,
     "handed on": handed_on,
     "reshaped in place": reshaped_in_place,
+    "side input reshaped": side_reshaped,
+    "alike but for structure": alike_but_for_structure,
+    "taken apart": taken_apart,
+    "changed in place": changed_in_place,
 }
 
 
@@ -261,3 +299,15 @@ def test_a_mask_that_changes_later_selects_as_it_did() -> None:
         outputs(masked, inputs, [0, 2]), outputs(masked, inputs, [0]), strict=True
     ):
         assert torch.equal(got, want)
+
+
+def test_nothing_that_has_arrived_is_held_after_its_run() -> None:
+    stages = Stages(FORWARDS["code between"][0], torch.ones(3, 2))
+    for rows in (3, 4, 5):
+        x, received = torch.ones(rows, 2), torch.randn(rows, 2, requires_grad=True)
+        step = partial(stages.network, x)
+        run(stages.cut, step, stages.trace, first=1, last=3, received=(received,))
+        alive = weakref.ref(received)
+        del received, step
+        gc.collect()
+        assert alive() is None

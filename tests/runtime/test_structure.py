@@ -62,12 +62,27 @@ class State:
         self.calls.append(1)  # a copy is no new one
 
 
-def test_dataclasses_are_walked_by_their_fields() -> None:
-    state = State(1, [2, {"a": 3}])
+def test_dataclasses_that_hold_tensors_are_walked_by_their_fields() -> None:
+    x = torch.ones(2)
+    state = State(x, [2, {"a": 3}])
     value = OrderedDict(first=(state, 5))
-    assert leaves_of(value) == [1, 2, 3, 1, 5]
-    changed = refilled(value, "abcde")["first"][0]
-    assert (changed.x, changed.parts, changed.calls) == ("a", ["b", {"a": "c"}], ["d"])
-    assert mapped(lambda leaf: leaf + 1, state) == refilled(state, [2, 3, 4, 2])
-    assert (state.x, state.parts, state.calls) == (1, [2, {"a": 3}], [1])
+    leaves = leaves_of(value)
+    assert leaves[0] is x
+    assert leaves[1:] == [2, 3, 1, 5]
+    changed = refilled(value, [x + 1, *"bcde"])["first"][0]
+    assert changed.x.tolist() == [2.0, 2.0]
+    assert (changed.parts, changed.calls) == (["b", {"a": "c"}], ["d"])
+    assert mapped(lambda leaf: leaf + 1, state).parts == [3, {"a": 4}]
+    assert (state.x is x, state.parts, state.calls) == (True, [2, {"a": 3}], [1])
     assert leaves_of(State) == [State], "the type itself is a leaf"
+
+
+def test_dataclasses_without_tensors_stay_what_they_are() -> None:
+    config, held = State(1, []), State(None, [])
+    config.parts.append(config)
+    held.parts.append([held, torch.ones(1)])
+    assert leaves_of([config, 2]) == [config, 2]
+    assert mapped(lambda leaf: leaf, [config])[0] is config
+    assert refilled([config], [config])[0] is config
+    with pytest.raises(RecursionError):  # a value that holds itself, and tensors, has no end
+        leaves_of(held)

@@ -2,7 +2,6 @@
 
 import os
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -101,9 +100,19 @@ def test_a_module_that_is_left_incomplete_is_refused(method: str) -> None:
         getattr(trainer, method)(module, LOADERS())
 
 
+@pytest.mark.world_size(2, deadline_s=90)
+def test_a_group_that_is_destroyed_between_two_calls_is_made_anew() -> None:
+    want = plain(make, LOADERS, max_steps=4)
+    fail("training_step", (0,))
+    for _ in range(2):
+        got = fit(make, LOADERS, PipeSwiftStrategy(micro_batches=2), max_steps=4)
+        assert differences(got, want) == []
+        dist.destroy_process_group()
+
+
 @pytest.mark.world_size(2)
 def test_a_rank_that_does_not_come_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_PATIENCE", timedelta(seconds=2))
+    monkeypatch.setattr(environment, "_PATIENCE_S", 2.0)
     fail("training_step", (0,))
     if rank() == 0:
         trainer = make_trainer(PipeSwiftStrategy(micro_batches=2), max_steps=8)

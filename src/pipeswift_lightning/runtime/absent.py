@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from typing_extensions import override
 
-from pipeswift_lightning.runtime.deferred import Deferrals, kind_of
+from pipeswift_lightning.runtime.deferred import Deferrals, kind_of, sizeless
 from pipeswift_lightning.runtime.operations import OperationCounter
 from pipeswift_lightning.runtime.structure import leaves_of, mapped
 
@@ -29,12 +29,13 @@ _DTYPE_GETTER = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 _MOVES = {torch.Tensor.cpu, torch.Tensor.cuda}
 _AUGMENTED = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "matmul", "and", "or")}
 _MAX_SEEN = 4096
-_KEEPING_SHAPE = _AUGMENTED | {"__setitem__", "masked_fill_", "zero_", "fill_", "clamp_"}
-_KEEPING_SHAPE |= {f"{name}_" for name in ("add", "sub", "mul", "div", "copy", "addcmul")}
+# Attributes; results whose dims depend on sizes; and what torch's own code may take apart unseen.
+_AT_ONCE = {"__get__", "squeeze", "detach", "as_subclass"}
 _RESHAPING = {f"{name}_" for name in ("unsqueeze", "squeeze", "t", "transpose", "swapaxes")}
 _RESHAPING |= {f"{name}_" for name in ("swapdims", "resize", "resize_as", "set", "as_strided")}
 _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 _REPEATING = {torch.repeat_interleave, torch.Tensor.repeat_interleave}
+_SELECTING = _INDEXING | _REPEATING
 _READS = {
     torch.Tensor.item,
     torch.Tensor.tolist,
@@ -156,23 +157,32 @@ class AbsentMode(TorchFunctionMode):
         if waits and func == _DTYPE_GETTER:
             return args[0].dtype
         name = getattr(func, "__name__", "")
-        if waits and name in _KEEPING_SHAPE and args and args[0] in deferred:
-            return None if func == Tensor.__setitem__ else args[0]
         if deferred and name in _RESHAPING:
             deferred.settle()  # what waits saw the tensor as it was
-        if not _may_wait(func, kwargs, leaves):
+        elif waits and args and args[0] in deferred and _writes(func, kwargs, out=False):
+            return None if func == Tensor.__setitem__ else args[0]
+        if not _may_wait(func, name, kwargs, leaves):
             return self._make(func, args, kwargs)[0]
-        key = (func, *kwargs, *map(kind_of, leaves))
+        key = (func, torch.get_default_dtype(), kind_of(args), kind_of(kwargs))
         like = self._seen.get(key) if waits else None
         if like is not None:
-            given = mapped(lambda leaf: leaf, (args, kwargs))  # a list may change until then
+            given = self.frozen((args, kwargs))
             return deferred.defer(partial(self._make, func, *given), leaves, [like])[0]
         result = self._make(func, args, kwargs)[0]
         if type(result) is Tensor and result.is_meta:
             if len(self._seen) >= _MAX_SEEN:
                 self._seen.clear()
-            self._seen[key] = result
+            self._seen[key] = sizeless(result)  # the tensor itself may soon hold a present one
         return result
+
+    def frozen(self, arguments: Any) -> Any:
+        """Return arguments as they are now, without data: lists and shapes may change later."""
+        return mapped(self._frozen, arguments)
+
+    def _frozen(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf in self.deferred:
+            return leaf
+        return leaf.detach() if leaf.is_meta else _as_meta(leaf)
 
     def _make(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -222,8 +232,9 @@ class AbsentMode(TorchFunctionMode):
             msg = (
                 f"code outside the layers runs {getattr(func, '__name__', func)} on a value that "
                 f"another stage computes, and that fails without data: {error}. Rule: outside its "
-                "layers, the network runs what shapes alone are enough for. Remedy: move that code "
-                "into a layer, or return coarser layers from configure_pipeline()"
+                "layers, the network runs what shapes alone are enough for. Remedy: if it runs on "
+                "one device, move that code into a layer, or return coarser layers from "
+                "configure_pipeline()"
             )
             raise AbsentValueError(msg) from error
 
@@ -288,18 +299,20 @@ def _is_present(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
 
 
-def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any], *, out: bool = True) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or name in _AUGMENTED or "out" in kwargs
+    return in_place or name == "__setitem__" or name in _AUGMENTED or (out and "out" in kwargs)
 
 
-def _may_wait(func: Callable[..., Any], kwargs: dict[str, Any], leaves: Sequence[Any]) -> bool:
+def _may_wait(
+    func: Callable[..., Any], name: str, kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> bool:
     """Whether it makes no difference when an operation runs, or if it does."""
-    if _writes(func, kwargs) or func in _READS or func in _MOVES:
+    if name in _AT_ONCE or _writes(func, kwargs) or func in _READS or func in _MOVES:
         return False
     # Values of a mask decide the shape, and may change in place until then.
-    return func not in _INDEXING | _REPEATING or not any(map(_is_present, leaves))
+    return func not in _SELECTING or not any(map(_is_present, leaves))
 
 
 def _placed_on_meta(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Deferrals", "kind_of"]
+__all__ = ["Deferrals", "kind_of", "sizeless"]
 
 _BY_VALUE = (bool, complex, str, bytes, Enum, torch.dtype, torch.device)
 _SMALL = 8  # an int below is a dim or a number of parts, most often; one above is a size
@@ -62,7 +62,7 @@ class Deferrals:
         """
         found = (self._places.get(id(leaf)) for leaf in arguments)
         call = _Call(make, tuple(place[1] for place in found if place is not None))
-        leaves = [_sizeless(leaf) if isinstance(leaf, Tensor) else leaf for leaf in like]
+        leaves = [sizeless(leaf) if isinstance(leaf, Tensor) else leaf for leaf in like]
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self._places[id(leaf)] = leaf, call, i
@@ -104,17 +104,21 @@ def _make(call: _Call) -> None:
         waiting.pop()
 
 
-def _sizeless(tensor: Tensor) -> Tensor:
+def sizeless(tensor: Tensor) -> Tensor:
     """Return a like tensor, of sizes that nothing could take for real ones."""
     return torch.empty((0,) * tensor.ndim, dtype=tensor.dtype, device="meta")
 
 
-def kind_of(leaf: Any) -> Any:
+def kind_of(value: Any) -> Any:
     """Return what of an argument decides the form of a result, though not its sizes."""
-    if isinstance(leaf, Tensor):
-        return leaf.ndim, leaf.dtype
-    if isinstance(leaf, torch.Size):
-        return torch.Size, len(leaf)
-    if isinstance(leaf, _BY_VALUE) or (isinstance(leaf, int) and -_SMALL < leaf < _SMALL):
-        return type(leaf), leaf
-    return type(leaf)
+    if isinstance(value, Tensor):
+        return value.ndim, value.dtype
+    if isinstance(value, torch.Size):
+        return torch.Size, len(value)
+    if isinstance(value, tuple | list):
+        return type(value), *map(kind_of, value)
+    if type(value) is dict:
+        return dict, *((key, kind_of(part)) for key, part in value.items())
+    if isinstance(value, _BY_VALUE) or (isinstance(value, int) and -_SMALL < value < _SMALL):
+        return type(value), value
+    return type(value)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_flatten
 from typing_extensions import override
 
 from pipeswift_lightning.runtime.absent import AbsentMode, to_absent
+from pipeswift_lightning.runtime.containers import Containers
 from pipeswift_lightning.runtime.operations import Operation, OperationCounter
 from pipeswift_lightning.runtime.structure import leaves_of
 from pipeswift_lightning.runtime.trace import StepTrace, Value
@@ -174,12 +175,12 @@ class Discovery:
     ) -> Any:
         self._inside_layer = self._counter.paused = True
         given = to_absent((args, kwargs))
-        copies, before = leaves_of(given), tree_flatten(given)[1]
+        copies, before, containers = leaves_of(given), tree_flatten(given)[1], Containers(given)
         try:
-            output = to_absent(original(*given[0], **given[1]))
+            output = original(*given[0], **given[1])
             resized = tree_flatten(given)[1] != before
-            self._note_changes(leaves, copies, resized or _lost(copies, given, output))
-            return output
+            self._note_changes(leaves, copies, resized or containers.changed(but_for=output))
+            return to_absent(output)
         except (RuntimeError, NotImplementedError):
             # A layer that cannot run without data; blocks keep their first tensor's shape.
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -275,10 +276,3 @@ class Discovery:
             returned_rows=self.returned_rows,
             only_whole=self.only_whole,
         )
-
-
-def _lost(before: list[Any], given: Any, output: Any) -> bool:
-    """Whether a layer has put a tensor into what it was given, and does not return it."""
-    after = leaves_of(given)
-    known = {id(leaf) for leaf in (*before, *leaves_of(output))}
-    return any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in after)

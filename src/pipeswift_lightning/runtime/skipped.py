@@ -73,7 +73,7 @@ class SkippedLayers:
             if template is not None:
                 return _copies(template), template[1]
         kind = (*layer, *map(_kind, leaves))
-        given = mapped(lambda leaf: leaf, (args, kwargs))  # a list may change until it is used
+        given = mode.frozen((args, kwargs))
         call = partial(self.template, index, original, given[0], given[1], mode)
         structure = self._structures.get(kind)
         if structure is not None:

@@ -1,15 +1,15 @@
 """Walk nested arguments: as pytrees do, at a tenth of the time.
 
 A stage walks the arguments and outputs of every layer of every micro-batch. Nearly all are tuples,
-lists and dicts of tensors and plain values, so these are told apart here. Dataclasses, which hold
-what a network hands from layer to layer in some users' code, are walked by their fields. Whatever
+lists and dicts of tensors and plain values, so these are told apart here. Dataclasses that hold
+tensors, which some users' layers hand on, are walked by their fields; others are leaves. Whatever
 else is met (an ordered dict, a model's output) is left to ``torch.utils._pytree``, leaf for leaf
 in the same order.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,12 +59,34 @@ def _collect_parts(parts: Iterable[Any], leaves: list[Any]) -> None:
 
 
 def _fields(value: Any) -> list[str] | None:
-    """Return the names of a dataclass's fields; ``None`` if it is none, or pytrees know it."""
+    """Return the names of a dataclass's fields; ``None`` if it is a leaf, or pytrees know it."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    if type(value) in SUPPORTED_NODES:
+    if type(value) in SUPPORTED_NODES or not _holds_tensor(value, set()):
         return None
+    return _names(value)
+
+
+def _names(value: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _holds_tensor(value: Any, seen: set[int]) -> bool:
+    """Whether there is a tensor in a value, which may hold itself."""
+    if isinstance(value, Tensor):
+        return True
+    if id(value) in seen:
+        return False
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, list | tuple):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, name) for name in _names(value)]
+    else:
+        return False
+    seen.add(id(value))
+    return any(_holds_tensor(part, seen) for part in parts)
 
 
 def _with_fields(value: Any, fields: dict[str, Any]) -> Any:

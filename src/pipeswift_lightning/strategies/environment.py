@@ -1,5 +1,6 @@
 """Bring the default process group up, also after it has broken down."""
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +15,14 @@ from lightning.fabric.utilities.distributed import (
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-__all__ = ["ensure_process_group", "leave_process_group"]
+__all__ = ["ensure_process_group", "forget_failures", "leave_process_group"]
 
-_PATIENCE = timedelta(seconds=120)
+_PATIENCE_S, _POLL_S = 120.0, 0.02
+_RULE = (
+    ", after an earlier Trainer call had failed. Rule: where a script catches the error of a "
+    "Trainer call, the processes of all ranks go on alike. Remedy: mend the first error, or let "
+    "each trial be a job of its own"
+)
 
 
 @dataclass(slots=True)
@@ -27,8 +33,8 @@ class _Left:
     old one, and wait for ever once that is gone.
     """
 
-    store: Store | None = None
-    times: int = 0
+    store: Store | None = None  # once a group has failed
+    meetings: int = 0
 
 
 _left = _Left()
@@ -85,9 +91,13 @@ def leave_process_group() -> None:
     """Close the default process group, whose ranks have failed."""
     if dist.get_world_size() > 1:
         _left.store = _left.store or _get_default_store()
-        _left.times += 1
     with suppress(RuntimeError):
         dist.destroy_process_group()
+
+
+def forget_failures() -> None:
+    """Begin anew: the other ranks' processes have ended, and new ones will be started."""
+    _left.store, _left.meetings = None, 0
 
 
 def _meet_again(store: Store, rank: int, world_size: int) -> PrefixStore:
@@ -96,23 +106,18 @@ def _meet_again(store: Store, rank: int, world_size: int) -> PrefixStore:
     Raises:
         RuntimeError: Some do not come.
     """
-    store = PrefixStore(f"pipeswift/after failure {_left.times}", store)
+    _left.meetings += 1
+    store = PrefixStore(f"pipeswift/after failure {_left.meetings}", store)
+    missing, end = list(range(world_size)), time.monotonic() + _PATIENCE_S
     try:
         store.set(f"rank {rank}", "here")
-        store.wait([f"rank {other}" for other in range(world_size)], _PATIENCE)
+        while missing and time.monotonic() < end:  # a store's own wait cannot be interrupted
+            missing = [other for other in missing if not store.check([f"rank {other}"])]
+            time.sleep(_POLL_S * bool(missing))
     except RuntimeError as error:
-        msg = (
-            f"{_who_is_missing(store, world_size)}, after an earlier Trainer call had failed. "
-            "Rule: where a script catches the error of a Trainer call, the processes of all ranks "
-            "go on alike. Remedy: mend the first error, or let each trial be a job of its own"
-        )
+        msg = f"the process that the ranks meet at (rank 0, or the launcher) is gone{_RULE}"
         raise RuntimeError(msg) from error
+    if missing:
+        msg = f"ranks {missing} have not come to this call within {_PATIENCE_S:g} s{_RULE}"
+        raise RuntimeError(msg)
     return store
-
-
-def _who_is_missing(store: Store, world_size: int) -> str:
-    try:
-        missing = [rank for rank in range(world_size) if not store.check([f"rank {rank}"])]
-    except RuntimeError:
-        return "the process that the ranks meet at (rank 0, or the launcher) is gone"
-    return f"ranks {missing} have not come to this call within {_PATIENCE.seconds} s"
