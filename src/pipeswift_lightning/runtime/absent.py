@@ -155,7 +155,7 @@ class AbsentMode(TorchFunctionMode):
         deferred, leaves = self.deferred, leaves_of((args, kwargs))
         waits = any(leaf in deferred for leaf in leaves) if deferred else False
         if waits and func == _DTYPE_GETTER:
-            return args[0].dtype
+            return deferred.dtype(args[0])
         name = getattr(func, "__name__", "")
         if deferred and name in _RESHAPING:
             deferred.settle()  # what waits saw the tensor as it was

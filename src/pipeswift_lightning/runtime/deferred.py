@@ -79,6 +79,12 @@ class Deferrals:
         assert call.results is not None
         return call.results[place[2]]
 
+    def dtype(self, stand_in: Tensor) -> torch.dtype:
+        """Return the dtype, for which no size has to be known."""
+        place = self._places[id(stand_in)]
+        known: Tensor = stand_in if place[1].results is None else self.known(stand_in)
+        return known.dtype  # code may have set `.data`, of another dtype
+
     def settle(self) -> None:
         """Make all calls."""
         for _, call, _ in list(self._places.values()):
