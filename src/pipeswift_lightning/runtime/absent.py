@@ -153,9 +153,12 @@ class AbsentMode(TorchFunctionMode):
     ) -> Any:
         """Run ``func`` once its result has to be known, if its like has been seen, or else now."""
         deferred, leaves = self.deferred, leaves_of((args, kwargs))
+        if deferred and any(leaf in deferred for leaf in leaves):
+            args, kwargs = mapped(deferred.found, (args, kwargs))
+            leaves = leaves_of((args, kwargs))
         waits = any(leaf in deferred for leaf in leaves) if deferred else False
         if waits and func == _DTYPE_GETTER:
-            return deferred.dtype(args[0])
+            return args[0].dtype
         name = getattr(func, "__name__", "")
         if deferred and name in _RESHAPING:
             deferred.settle()  # what waits saw the tensor as it was

@@ -79,11 +79,10 @@ class Deferrals:
         assert call.results is not None
         return call.results[place[2]]
 
-    def dtype(self, stand_in: Tensor) -> torch.dtype:
-        """Return the dtype, for which no size has to be known."""
-        place = self._places[id(stand_in)]
-        known: Tensor = stand_in if place[1].results is None else self.known(stand_in)
-        return known.dtype  # code may have set `.data`, of another dtype
+    def found(self, leaf: Any) -> Any:
+        """Return what stands for a stand-in if its size is known by now; all else as it is."""
+        place = self._places.get(id(leaf))
+        return leaf if place is None or place[1].results is None else self.known(leaf)
 
     def settle(self) -> None:
         """Make all calls."""
