@@ -1,19 +1,12 @@
 """The command that starts a job's ranks, from any process that runs the job."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from pipeswift_lightning.strategies import environment, hydra_job
-from pipeswift_lightning.strategies.hydra_job import (
-    application_command,
-    forget_previous_job,
-    recorded_application,
-)
+from pipeswift_lightning.strategies.hydra_job import application_command, recorded_application
 
 LOKY = [sys.executable, "-m", "joblib.externals.loky.backend.popen_loky_posix", "--pipe", "3"]
 SUBMITIT = [sys.executable, "-u", "-m", "submitit.core._submit", "folder"]
@@ -39,16 +32,3 @@ def test_a_launchers_worker_needs_a_record_of_the_script(started, whose, monkeyp
     with pytest.raises(MisconfigurationException, match=f"process of {whose}'s.*Remedy") as error:
         application_command()
     assert "\n" not in str(error.value)
-
-
-def test_the_next_job_does_not_meet_the_ranks_of_one_that_failed(monkeypatch) -> None:
-    """Its own are started anew, and know nothing of the store where the others met."""
-    monkeypatch.setattr(environment, "_left", environment._Left(dist.HashStore(), 2))
-    monkeypatch.setattr(hydra_job, "in_hydra_job", lambda: True)
-    monkeypatch.setattr(hydra_job, "_this_job", lambda: f"{os.getpid()}:second")
-    monkeypatch.setenv(hydra_job._MARK, f"{os.getpid()}:second")
-    forget_previous_job()
-    assert environment._left.store is not None
-    monkeypatch.setenv(hydra_job._MARK, f"{os.getpid()}:first")
-    forget_previous_job()
-    assert environment._left == environment._Left(None, 0)

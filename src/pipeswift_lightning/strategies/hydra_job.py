@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import __main__
-from pipeswift_lightning.strategies.environment import forget_failures
 
 __all__ = [
     "SWEEP_PID_VARIABLE",
@@ -73,7 +72,6 @@ def forget_previous_job() -> None:
     for name in _LEFT_BEHIND:
         os.environ.pop(name, None)
     destroy_process_group()
-    forget_failures()
 
 
 def destroy_process_group() -> None:

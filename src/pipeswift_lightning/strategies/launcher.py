@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from pipeswift_lightning.runtime.failure import PipelineFailure
 from pipeswift_lightning.runtime.process import ProcessIdentity
+from pipeswift_lightning.strategies.environment import forget_failures
 from pipeswift_lightning.strategies.hydra_job import (
     SWEEP_VARIABLE,
     hydra_child_command,
@@ -118,6 +119,7 @@ class PipelineLauncher(_SubprocessScriptLauncher):
         super().kill(signum)
 
     def _start_children(self) -> None:
+        forget_failures()  # of ranks that are gone
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         try:
             if in_hydra_job():
