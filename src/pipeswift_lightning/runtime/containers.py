@@ -1,10 +1,11 @@
 """What a layer does to the lists, dicts and dataclasses that it is given."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+
+from pipeswift_lightning.runtime.structure import parts_of
 
 __all__ = ["Containers"]
 
@@ -29,7 +30,7 @@ class Containers:
     """
 
     def __init__(self, value: Any) -> None:
-        self._held = {id(found): (found, _parts(found)) for found in _containers(value, set())}
+        self._held = {id(found): (found, parts_of(found)) for found in _containers(value, set())}
 
     def changed(self, *, but_for: Any = None) -> bool:
         """Whether one holds another tensor or number than before.
@@ -41,31 +42,20 @@ class Containers:
         """
         handed_on = {id(found) for found in _containers(but_for, set())}
         return any(
-            _differ(before, _parts(found))
+            _differ(before, parts_of(found))
             for key, (found, before) in self._held.items()
             if key not in handed_on
         )
 
 
 def _containers(value: Any, seen: set[int]) -> Iterator[Any]:
-    parts = _parts(value)
+    parts = parts_of(value)
     if parts is None or id(value) in seen:
         return
     seen.add(id(value))
     yield value
     for part in parts.values():
         yield from _containers(part, seen)
-
-
-def _parts(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, list | tuple):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return None
 
 
 def _differ(before: dict[Any, Any] | None, after: dict[Any, Any] | None) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["leaves_of", "mapped", "refilled"]
+__all__ = ["leaves_of", "mapped", "parts_of", "refilled"]
 
 _PLAIN = {type(None), bool, int, float, str, slice, type(...)}
 _LEAVES = frozenset({Tensor, nn.Parameter, torch.dtype, torch.device, *_PLAIN})
@@ -64,29 +64,35 @@ def _fields(value: Any) -> list[str] | None:
         return None
     if type(value) in SUPPORTED_NODES or not _holds_tensor(value, set()):
         return None
-    return _names(value)
+    return list(parts_of(value) or ())
 
 
-def _names(value: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+def parts_of(value: Any) -> dict[Any, Any] | None:
+    """Return what a mapping, a sequence or a dataclass holds, by key; None for anything else.
+
+    Example:
+        >>> parts_of(["a", "b"]), parts_of("ab")
+        ({0: 'a', 1: 'b'}, None)
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return None
 
 
 def _holds_tensor(value: Any, seen: set[int]) -> bool:
     """Whether there is a tensor in a value, which may hold itself."""
     if isinstance(value, Tensor):
         return True
-    if id(value) in seen:
-        return False
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, name) for name in _names(value)]
-    else:
+    parts = parts_of(value)
+    if parts is None or id(value) in seen:
         return False
     seen.add(id(value))
-    return any(_holds_tensor(part, seen) for part in parts)
+    return any(_holds_tensor(part, seen) for part in parts.values())
 
 
 def _with_fields(value: Any, fields: dict[str, Any]) -> Any:
