@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins.pipeswift_lightning_searchpath import conf_folder
-from pipeswift_lightning.jobs.refusal import Refusal, is_refused
+from pipeswift_lightning.jobs.refusal import Refusal, refused
 from pipeswift_lightning.strategies.hydra_job import SWEEP_PID_VARIABLE, recorded_application
 
 __all__ = ["application", "explain"]
@@ -37,9 +37,9 @@ def application(config_name: str = "train") -> Iterator[None]:
 
     A wrong key or option on the command line ends the program with one line that names the likely
     right one, and exit code 2. So does a `Refusal`, and a value that an object of this package does
-    not take. All other errors of the job keep their whole
-    traceback, and with ``HYDRA_FULL_ERROR=1`` these too. And the jobs of joblib's and submitit's
-    launchers learn which script starts the ranks.
+    not take. All other errors of the job keep their whole traceback, and with
+    ``HYDRA_FULL_ERROR=1`` these too. And the jobs of joblib's and submitit's launchers learn which
+    script starts the ranks.
 
     Args:
         config_name: The application's primary configuration, from which right keys are known.
@@ -55,8 +55,8 @@ def application(config_name: str = "train") -> Iterator[None]:
         with recorded_application():
             yield
     except InstantiationException as error:
-        cause = error.__cause__
-        if before == "1" or not isinstance(cause, Exception) or not is_refused(cause):
+        cause = refused(error)
+        if before == "1" or cause is None:
             raise  # a constructor's own error, most often: where it was raised has to be seen
         _end(Refusal(cause).line)
     except Refusal as refusal:

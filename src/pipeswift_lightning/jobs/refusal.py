@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from pipeswift_lightning.jobs.settings import check_settings
 
-__all__ = ["Refusal", "is_refused", "refusing"]
+__all__ = ["Refusal", "refused", "refusing"]
 
 T = TypeVar("T")
 _OURS = "pipeswift_lightning."
@@ -60,9 +60,8 @@ def refusing(recipe: str) -> Callable[[Callable[[DictConfig], T]], Callable[[Dic
                 check_settings(cfg, recipe)
                 return main(cfg)
             except Exception as error:
-                cause = error.__cause__ if isinstance(error, InstantiationException) else error
-                alone = HydraConfig.get().mode is not RunMode.MULTIRUN
-                if alone and isinstance(cause, Exception) and is_refused(cause):
+                cause = refused(error)
+                if cause is not None and HydraConfig.get().mode is not RunMode.MULTIRUN:
                     raise Refusal(cause) from error
                 raise
 
@@ -71,7 +70,13 @@ def refusing(recipe: str) -> Callable[[Callable[[DictConfig], T]], Callable[[Dic
     return decorate
 
 
-def is_refused(error: Exception) -> bool:
-    """Whether this package says what was wrong, or the operating system about a named file."""
-    named = isinstance(error, OSError) and error.filename is not None
-    return named or type(error).__module__.startswith(_OURS)
+def refused(error: Exception) -> Exception | None:
+    """Return what this package, or the operating system about a named file, refuses by an error.
+
+    None if it is an error of another kind, whose place has to be seen.
+    """
+    cause = error.__cause__ if isinstance(error, InstantiationException) else error
+    if not isinstance(cause, Exception):
+        return None
+    named = isinstance(cause, OSError) and cause.filename is not None
+    return cause if named or type(cause).__module__.startswith(_OURS) else None
